@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Break each promise of the module once, in a copy, and see a test fail.
+
+    python tests/faults/mutants.py [NAME ...]
+
+Prints, for each mutant, the tests that noticed it, and exits with 1 if one survived. Off-the-shelf
+mutation tools patch the process that runs the tests; here most of the code under test runs in ranks
+that are spawned from it.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+MODULE = "modelopt/torch/utils/distributed.py"
+UNIT = "tests/unit/torch/utils"
+# Long enough for a mutant that waits; such a run counts as noticed.
+TIMEOUT_SECONDS = 240.0
+
+
+class Mutant(NamedTuple):
+    """One line of the module, and what to break it into."""
+
+    name: str
+    tests: str
+    line: str
+    broken: str
+
+
+RUN, PLAN = f"{UNIT}/test_distributed_run.py", f"{UNIT}/test_distribution_plan.py"
+TOGETHER, QUERIES = f"{UNIT}/test_failing_together.py", f"{UNIT}/test_queries.py"
+SHARD, LOOP = f"{UNIT}/test_shard_dataloader.py", f"{UNIT}/test_forward_loop.py"
+LOCK = f"{UNIT}/test_file_lock.py"
+
+MUTANTS = [
+    # Where am I
+    Mutant("no-launch-check", QUERIES, "or 1) > 1", "or 1) > 2"),
+    Mutant("launch-of-one", QUERIES, "or 1) > 1", "or 1) >= 1"),
+    Mutant("run-of-one", QUERIES, "return size() > 1", "return is_initialized()"),
+    Mutant("barrier-never", QUERIES, "if size(group) > 1:", "if False:"),
+    Mutant("last-is-first", QUERIES, "== size(group) - 1", "== 0"),
+    Mutant("group-timeout-of-torch", QUERIES, "timeout=_default_group_timeout(), ", ""),
+    Mutant("no-RANK-fallback", QUERIES, 'else _whole_number_from_env("RANK") or 0', "else 0"),
+    Mutant("unused-is-used", QUERIES, "self.group != -1 and is_initialized()", "is_initialized()"),
+    Mutant("sync-first-group-only", QUERIES, "obj = op(values)", "return op(values)"),
+    # The run
+    Mutant("rank-and-size-swapped", RUN, "(rank(), size(), device)", "(size(), rank(), device)"),
+    Mutant("device-by-global-rank", RUN, 'f"cuda:{local_rank()}"', 'f"cuda:{rank()}"'),
+    Mutant("always-main", RUN, "return self.rank == 0", "return True"),
+    Mutant("timeout-dropped", RUN, "setup(timeout=timeout)\n", "setup()\n"),
+    Mutant("timeout-dropped-gloo", RUN, "setup(timeout=timeout, b", "setup(b"),
+    Mutant(
+        "timeout-dropped-in-setup", RUN, "GPU_RUN_BACKEND, timeout=timeout,", "GPU_RUN_BACKEND,"
+    ),
+    Mutant(
+        "gloo-binds-a-device",
+        RUN,
+        "    if backend is None:\n        torch.cuda",
+        "    if True:\n        torch.cuda",
+    ),
+    Mutant("no-device-bound", RUN, "        torch.cuda.set_device(local_rank())", "        pass"),
+    Mutant(
+        "device-bound-only-without-group",
+        RUN,
+        "    if backend is None:\n        torch.cuda",
+        "    if backend is None and not is_initialized():\n        torch.cuda",
+    ),
+    Mutant(
+        "group-set-up-twice",
+        RUN,
+        "    if not is_initialized():\n        torch.distributed.init",
+        "    if True:\n        torch.distributed.init",
+    ),
+    Mutant("nccl-only", RUN, '"cpu:gloo,cuda:nccl"', '"nccl"'),
+    Mutant("device-unchecked", RUN, "    if str(device) == wanted:", "    if True:"),
+    Mutant(
+        "setup-only-without-group",
+        RUN,
+        "    if is_launch and backend is None:\n        setup(timeout=timeout)",
+        "    if is_launch and backend is None:\n        owns_group and setup(timeout=timeout)",
+    ),
+    Mutant(
+        "presence-not-read-at-entry", RUN, "owns_group = not is_initialized()", "owns_group = True"
+    ),
+    Mutant(
+        "group-left-behind", RUN, "if owns_group and not aborts:", "if is_launch and not aborts:"
+    ),
+    Mutant("never-torn-down", RUN, "            _tear_down()\n", "            pass\n"),
+    Mutant(
+        "raising-rank-cleans-up",
+        RUN,
+        "        aborts = owns_group and size() > 1",
+        "        aborts = False",
+    ),
+    Mutant(
+        "single-process-aborts",
+        RUN,
+        "        aborts = owns_group and size() > 1",
+        "        aborts = owns_group",
+    ),
+    Mutant(
+        "callers-group-aborts",
+        RUN,
+        "        aborts = owns_group and size() > 1",
+        "        aborts = size() > 1",
+    ),
+    Mutant("exit-aborts", RUN, "except (SystemExit, GeneratorExit):", "except GeneratorExit:"),
+    Mutant("close-aborts", RUN, "except (SystemExit, GeneratorExit):", "except SystemExit:"),
+    Mutant("error-swallowed", RUN, "            abort()\n        raise\n", "            abort()\n"),
+    Mutant("no-report", RUN, "        _report(error)\n", ""),
+    Mutant(
+        "report-after-abort",
+        RUN,
+        "        _report(error)\n        if aborts:\n            abort()\n",
+        "        if aborts:\n            abort()\n            os._exit(9)\n        _report(error)\n",
+    ),
+    Mutant(
+        "report-names-RANK",
+        RUN,
+        'f"rank {rank()} of {size()}"',
+        "f\"rank {os.environ.get('RANK')} of {size()}\"",
+    ),
+    Mutant("report-on-two-lines", RUN, '" ".join(_describe(error).split())', "_describe(error)"),
+    Mutant(
+        "report-fails",
+        RUN,
+        "    with contextlib.suppress(Exception):\n        text",
+        "    if True:\n        text",
+    ),
+    Mutant(
+        "traceback-on-callers-path",
+        RUN,
+        "        _report(error)\n",
+        "        _report(error)\n        traceback.print_exc()\n",
+    ),
+    Mutant(
+        "body-error-from-exc-info", RUN, "            _tear_down()\n", "            cleanup()\n"
+    ),
+    Mutant("no-store-prefix", RUN, 'return {"store": prefixed', 'return {"store": store'),
+    Mutant("same-store-prefix", RUN, 'f"modelopt/run {count}"', '"modelopt/run"'),
+    Mutant("rendezvous-required", RUN, "        return {}  #", "        pass  #"),
+    Mutant(
+        "cleanup-always-waits",
+        RUN,
+        "_tear_down(wait=error is None or isinstance(error, SystemExit))",
+        "_tear_down()",
+    ),
+    Mutant(
+        "cleanup-never-waits-on-exit",
+        RUN,
+        "_tear_down(wait=error is None or isinstance(error, SystemExit))",
+        "_tear_down(wait=error is None)",
+    ),
+    Mutant(
+        "barrier-error-escapes",
+        RUN,
+        "        with contextlib.suppress(Exception):\n            barrier()",
+        "        if True:\n            barrier()",
+    ),
+    Mutant(
+        "destroy-without-group",
+        RUN,
+        "    if not is_initialized():\n        return\n    if wait:",
+        "    if wait:",
+    ),
+    Mutant(
+        "abort-exits-on-exit",
+        RUN,
+        "    if isinstance(error, SystemExit):\n        raise error\n",
+        "",
+    ),
+    Mutant("abort-silent", RUN, "            traceback.print_exc()\n", "            pass\n"),
+    Mutant("abort-loses-buffers", RUN, "                stream.flush()", "                pass"),
+    Mutant(
+        "abort-unrecorded", RUN, "            _record_for_launcher(error)\n", "            pass\n"
+    ),
+    Mutant(
+        "abort-raises-instead", RUN, "        os._exit(exit_code)", "        sys.exit(exit_code)"
+    ),
+    Mutant("abort-exit-code-fixed", RUN, "        os._exit(exit_code)", "        os._exit(1)"),
+    Mutant("unprintable-unrecorded", RUN, "(error, RuntimeError(_describe(error)))", "(error,)"),
+    # The plan
+    Mutant(
+        "plan-on-the-root-only",
+        PLAN,
+        "    for _, module in modules:",
+        "    for _, module in modules[:1]:",
+    ),
+    Mutant("second-record-allowed", PLAN, "        if recorded is not None:", "        if False:"),
+    Mutant(
+        "only-root-checked",
+        PLAN,
+        "    for name, module in modules:\n        recorded",
+        "    for name, module in modules[:1]:\n        recorded",
+    ),
+    Mutant(
+        "check-while-writing",
+        PLAN,
+        "        recorded = vars(module).get(_PLAN_ATTRIBUTE)",
+        "        recorded = vars(module).get(_PLAN_ATTRIBUTE)\n        vars(module).setdefault(_PLAN_ATTRIBUTE, plan)",
+    ),
+    Mutant(
+        "plan-in-state",
+        PLAN,
+        "        vars(module)[_PLAN_ATTRIBUTE] = plan",
+        "        vars(module)[_PLAN_ATTRIBUTE] = plan\n        module.register_buffer('plan', torch.ones(1))",
+    ),
+    Mutant(
+        "rank-count-check-dropped",
+        PLAN,
+        "    if is_distributed_run():\n        shown",
+        "    if False:\n        shown",
+    ),
+    Mutant(
+        "fsdp2-never-seen",
+        PLAN,
+        "    elif is_fsdp2_model(model) or is_dtensor_sharded(model):",
+        "    elif is_dtensor_sharded(model):",
+    ),
+    Mutant(
+        "dtensor-never-seen",
+        PLAN,
+        "    elif is_fsdp2_model(model) or is_dtensor_sharded(model):",
+        "    elif is_fsdp2_model(model):",
+    ),
+    Mutant(
+        "dtensor-buffers-unseen",
+        PLAN,
+        "[*model.parameters(), *model.buffers()]",
+        "[*model.parameters()]",
+    ),
+    Mutant("bool-degree", PLAN, "if type(degree) is not int:", "if not isinstance(degree, int):"),
+    Mutant("zero-degree", PLAN, "            if degree < 1:", "            if degree < 0:"),
+    Mutant(
+        "uneven-degree", PLAN, "        if self.world_size % self.ep_size:", "        if False:"
+    ),
+    Mutant(
+        "any-dense",
+        PLAN,
+        '        if self.dense not in ("replicate", "fsdp"):',
+        "        if False:",
+    ),
+    Mutant("edp-is-ep", PLAN, "return self.world_size // self.ep_size", "return self.ep_size"),
+    # Collectives that fail together
+    Mutant(
+        "every-rank-runs-fn",
+        TOGETHER,
+        "_attempt(where, label, fn) if rank() == src else None",
+        "_attempt(where, label, fn)",
+    ),
+    Mutant("always-from-rank-0", TOGETHER, "group_src=src)", "group_src=0)"),
+    Mutant(
+        "rank-range-unchecked",
+        TOGETHER,
+        '    if not 0 <= rank < size():\n        raise ValueError(\n            f"broadcast_from',
+        '    if False:\n        raise ValueError(\n            f"broadcast_from',
+    ),
+    Mutant(
+        "collective-in-one-process",
+        TOGETHER,
+        "    return is_distributed_run()\n\n\ndef _attempt",
+        "    return is_initialized()\n\n\ndef _attempt",
+    ),
+    Mutant(
+        "launch-without-group-allowed",
+        TOGETHER,
+        "    if not is_initialized() and is_distributed_launch():",
+        "    if False:",
+    ),
+    Mutant(
+        "raises-before-the-broadcast",
+        TOGETHER,
+        '    except BaseException as error:  # noqa: BLE001\n        return _Attempt(_Message(label, "error"',
+        '    except ValueError:\n        raise\n    except BaseException as error:  # noqa: BLE001\n        return _Attempt(_Message(label, "error"',
+    ),
+    Mutant(
+        "only-exceptions-carried",
+        TOGETHER,
+        "    except BaseException as error:  # noqa: BLE001\n        return _Attempt(",
+        "    except Exception as error:  # noqa: BLE001\n        return _Attempt(",
+    ),
+    Mutant(
+        "sent-error-ignored", TOGETHER, '        if message.kind == "error":', "        if False:"
+    ),
+    Mutant(
+        "labels-ignored",
+        TOGETHER,
+        "    if any(message.label != label for",
+        "    if False and any(message.label != label for",
+    ),
+    Mutant(
+        "failures-before-labels",
+        TOGETHER,
+        "    _check_labels(where, label, messages)\n    _raise_peers_failure(where, messages, raised)",
+        "    _raise_peers_failure(where, messages, raised)\n    _check_labels(where, label, messages)",
+    ),
+    Mutant("own-value-uncombined", TOGETHER, "    return combine([_load(", "    return [_load("),
+    Mutant(
+        "exit-is-an-error",
+        TOGETHER,
+        '_Message(label, "exit", _plain_exit_code(error.code))',
+        '_Message(label, "error", _describe(error))',
+    ),
+    Mutant(
+        "error-is-an-exit",
+        TOGETHER,
+        '_Message(label, "error", _describe(error))',
+        '_Message(label, "exit", 1)',
+    ),
+    Mutant(
+        "exit-code-dropped",
+        TOGETHER,
+        "            raise SystemExit(message.content)",
+        "            raise SystemExit",
+    ),
+    Mutant("exits-ignored", TOGETHER, '        if message.kind == "exit":', "        if False:"),
+    Mutant(
+        "own-exit-beside-error",
+        TOGETHER,
+        "    for src, message in messages.items():\n        if message.kind",
+        "    if raised is not None:\n        raise raised\n    for src, message in messages.items():\n        if message.kind",
+    ),
+    Mutant(
+        "own-exit-before-broken",
+        TOGETHER,
+        "    if raised is not None and not isinstance(raised, SystemExit):\n        raise raised\n    if broken",
+        "    if raised is not None:\n        raise raised\n    if broken",
+    ),
+    Mutant(
+        "broken-before-own-error",
+        TOGETHER,
+        "    if raised is not None and not isinstance(raised, SystemExit):\n        raise raised\n    if broken is not None:",
+        "    if broken is None and raised is not None and not isinstance(raised, SystemExit):\n        raise raised\n    if broken is not None:",
+    ),
+    Mutant(
+        "broken-collective-unlabelled",
+        TOGETHER,
+        "    except Exception as error:  # noqa: BLE001 -- raised",
+        "    except ZeroDivisionError as error:  # noqa: BLE001 -- raised",
+    ),
+    Mutant("broken-unchained", TOGETHER, "        ) from broken", "        )"),
+    Mutant(
+        "float-exit-code",
+        TOGETHER,
+        "        return str(code)\n",
+        "        return code  # type: ignore\n",
+    ),
+    Mutant("bool-exit-code", TOGETHER, "        return int(code)\n", "        return code\n"),
+    Mutant("none-exit-code", TOGETHER, "    if code is None:\n        return None\n", ""),
+    Mutant(
+        "unprintable-error",
+        TOGETHER,
+        '    return "".join(traceback.format_exception_only(type(error), error)).strip()',
+        '    return f"{type(error).__name__}: {error}"',
+    ),
+    Mutant(
+        "serialised-twice",
+        TOGETHER,
+        "        return _saved(value).getvalue()",
+        "        _saved(value)\n        return _saved(value).getvalue()",
+    ),
+    Mutant(
+        "weights-only-values",
+        TOGETHER,
+        'map_location="cpu", weights_only=False',
+        'map_location="cpu", weights_only=True',
+    ),
+    Mutant(
+        "senders-device", TOGETHER, 'map_location="cpu", weights_only=False', "weights_only=False"
+    ),
+    Mutant("sender-gets-a-copy", TOGETHER, "own.value if own else _load", "_load"),
+    Mutant(
+        "load-error-bare",
+        TOGETHER,
+        '    except Exception as error:\n        raise RuntimeError(\n            f"{where}: the value',
+        '    except ZeroDivisionError as error:\n        raise RuntimeError(\n            f"{where}: the value',
+    ),
+    # Calibration
+    Mutant("shard-drops-last", SHARD, "drop_last=False\n    )\n", "drop_last=True\n    )\n"),
+    Mutant("never-shuffles", SHARD, "shuffle=shuffle", "shuffle=False"),
+    Mutant("always-shuffles", SHARD, "shuffle=shuffle", "shuffle=True"),
+    Mutant(
+        "settings-dropped",
+        SHARD,
+        "    settings = {name: getattr(loader, name) for name in names}",
+        "    settings = {name: getattr(loader, name) for name in names[:3]}",
+    ),
+    Mutant("share-rank-unchecked", SHARD, "    if not 0 <= rank < world_size:", "    if False:"),
+    Mutant("sampling-unchecked", SHARD, "    _check_sampling(loader)\n", ""),
+    Mutant(
+        "sharded-unchecked",
+        SHARD,
+        "    if isinstance(sampler, DistributedSampler):",
+        "    if False:",
+    ),
+    Mutant(
+        "stream-sharded-unchecked",
+        SHARD,
+        "    if isinstance(stream, _StreamShare):",
+        "    if False:",
+    ),
+    Mutant("own-batches-allowed", SHARD, "if has_own_batches or not is_plain", "if not is_plain"),
+    Mutant(
+        "replacement-allowed",
+        SHARD,
+        '    if getattr(sampler, "replacement", False):',
+        "    if False:",
+    ),
+    Mutant(
+        "part-allowed",
+        SHARD,
+        'return is_whole and getattr(sampler, "num_samples", len(dataset)) == len(dataset)',
+        "return is_whole",
+    ),
+    Mutant(
+        "other-source-allowed",
+        SHARD,
+        "is_whole = sampler.data_source is dataset",
+        "is_whole = True",
+    ),
+    Mutant(
+        "own-iteration-allowed",
+        SHARD,
+        "    if type(loader).__iter__ is not DataLoader.__iter__:",
+        "    if False:",
+    ),
+    Mutant("empty-allowed", SHARD, "    if not len(dataset):", "    if False:"),
+    Mutant("no-batch-allowed", SHARD, "    if not len(sharded):", "    if False:"),
+    Mutant("empty-stream-allowed", SHARD, "        if position < 0:", "        if position < -1:"),
+    Mutant(
+        "stream-not-filled-up",
+        SHARD,
+        "        if place < self.rank and round_ % workers == worker_id:",
+        "        if False:",
+    ),
+    Mutant(
+        "stream-filled-by-every-worker",
+        SHARD,
+        "        if place < self.rank and round_ % workers == worker_id:",
+        "        if place < self.rank:",
+    ),
+    Mutant(
+        "workers-repeat",
+        SHARD,
+        "if place == self.rank and round_ % workers == worker_id:",
+        "if place == self.rank:",
+    ),
+    Mutant("loop-with-gradients", LOOP, "with torch.no_grad(), _use", "with _use"),
+    Mutant(
+        "loop-runs-what-it-is-handed",
+        LOOP,
+        "                _forward(model, batch if",
+        "                _forward(_module or model, batch if",
+    ),
+    Mutant("loop-bypasses-hooks", LOOP, "        model(batch)\n", "        model.forward(batch)\n"),
+    Mutant(
+        "loop-stays-on-device",
+        LOOP,
+        "batch if device is None else _to_device(batch, device)",
+        "batch",
+    ),
+    Mutant(
+        "nested-stay",
+        LOOP,
+        "return type(value)(_to_device(item, device) for item in value)",
+        "return value",
+    ),
+    Mutant(
+        "named-tuples-break",
+        LOOP,
+        '    if isinstance(value, tuple) and hasattr(value, "_fields"):',
+        "    if False:",
+    ),
+    Mutant("cache-stays-on", LOOP, "        setattr(owner, name, False)", "        pass"),
+    Mutant(
+        "nested-cache-stays-on", LOOP, '(config, getattr(config, "text_config", None))', "(config,)"
+    ),
+    Mutant(
+        "cache-not-restored",
+        LOOP,
+        "        elif was_own or name not in own:",
+        "        elif False:",
+    ),
+    Mutant("cache-left-behind", LOOP, "            delattr(owner, name)", "            pass"),
+    Mutant(
+        "config-class-left-behind",
+        LOOP,
+        '            object.__setattr__(owner, "__class__", owner_class)',
+        "            pass",
+    ),
+    Mutant("mesh-unchecked", LOOP, "    _check_ep_mesh(plan, ep_mesh)\n", ""),
+    Mutant(
+        "mesh-size-unchecked",
+        LOOP,
+        "(ep_mesh is None or ep_mesh.size() != plan.ep_size)",
+        "ep_mesh is None",
+    ),
+    Mutant(
+        "plan-not-read",
+        LOOP,
+        "    plan = distribution_plan(model)\n",
+        "    plan = getattr(model, _PLAN_ATTRIBUTE, DistributionPlan())\n",
+    ),
+    Mutant(
+        "counts-unchecked", LOOP, "            _check_batch_counts(dataloader)", "            pass"
+    ),
+    Mutant(
+        "counts-unchecked-fsdp",
+        LOOP,
+        "(plan.is_expert_parallel or plan.is_fsdp_dense)",
+        "plan.is_expert_parallel",
+    ),
+    Mutant(
+        "counts-unchecked-experts",
+        LOOP,
+        "(plan.is_expert_parallel or plan.is_fsdp_dense)",
+        "plan.is_fsdp_dense",
+    ),
+    Mutant(
+        "counts-checked-always",
+        LOOP,
+        "if is_distributed_run() and (plan.is_expert_parallel or plan.is_fsdp_dense):",
+        "if is_distributed_run():",
+    ),
+    Mutant("progress-everywhere", LOOP, "disable=not is_master()", "disable=False"),
+    Mutant("progress-nowhere", LOOP, "disable=not is_master()", "disable=True"),
+    # The lock
+    Mutant(
+        "lock-not-exclusive",
+        LOCK,
+        "os.O_CREAT | os.O_EXCL | os.O_WRONLY",
+        "os.O_CREAT | os.O_WRONLY",
+    ),
+    Mutant(
+        "lock-removed-by-others",
+        LOCK,
+        "        if self._is_acquired:\n",
+        "        if self.lockfile_path.exists():\n",
+    ),
+    Mutant("lock-kept", LOCK, "        self.release()\n", "        pass\n"),
+    Mutant(
+        "lock-enters-without-turn",
+        LOCK,
+        "while not self.try_acquire() and self.all_acquire:",
+        "while not self.try_acquire() and False:",
+    ),
+    Mutant(
+        "lock-waits-forever",
+        LOCK,
+        "            if time.monotonic() > deadline:",
+        "            if False:",
+    ),
+    Mutant("lock-polls-as-it-likes", LOCK, "time.sleep(self.poll_time)", "time.sleep(0.25)"),
+]
+
+
+def _noticed_by(mutant: Mutant) -> list[str]:
+    """Return the tests that fail, or error, on the mutant."""
+    with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
+        for name in ("modelopt", "tests", "pyproject.toml"):
+            source, target = ROOT / name, Path(folder, name)
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+        module = Path(folder, MODULE)
+        text = module.read_text()
+        if text.count(mutant.line) != 1:
+            raise SystemExit(f"{mutant.name}: {text.count(mutant.line)} places match, not one")
+        module.write_text(text.replace(mutant.line, mutant.broken))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "PYTHONPATH": folder, "TMPDIR": folder}
+        try:
+            done = subprocess.run(
+                [*command, *mutant.tests.split()],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return [f"(still running after {TIMEOUT_SECONDS:.0f} s)"]
+    noticed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    if done.returncode not in (0, 1) and not noticed:
+        raise SystemExit(f"{mutant.name}: pytest ended with {done.returncode}\n{done.stdout}")
+    return noticed
+
+
+def main() -> int:
+    """Try the mutants that are named, or all."""
+    chosen = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
+    start, survivors = time.monotonic(), []
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for mutant, noticed in zip(chosen, pool.map(_noticed_by, chosen), strict=True):
+            print(f"{mutant.name}: {', '.join(noticed) or 'SURVIVED'}", flush=True)
+            if not noticed:
+                survivors.append(mutant.name)
+    seconds = time.monotonic() - start
+    print(f"{len(chosen)} mutants, {len(survivors)} survived, {seconds:.0f} s", *survivors)
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
