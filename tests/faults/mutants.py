@@ -145,6 +145,7 @@ MUTANTS = [
         "body-error-from-exc-info", RUN, "            _tear_down()\n", "            cleanup()\n"
     ),
     Mutant("no-store-prefix", RUN, 'return {"store": prefixed', 'return {"store": store'),
+    Mutant("connects-for-torchs-timeout", RUN, '"env://", timeout=timeout', '"env://"'),
     Mutant("same-store-prefix", RUN, 'f"modelopt/run {count}"', '"modelopt/run"'),
     Mutant("rendezvous-required", RUN, "        return {}  #", "        pass  #"),
     Mutant(
@@ -302,7 +303,9 @@ MUTANTS = [
         "    _check_labels(where, label, messages)\n    _raise_peers_failure(where, messages, raised)",
         "    _raise_peers_failure(where, messages, raised)\n    _check_labels(where, label, messages)",
     ),
-    Mutant("own-value-uncombined", TOGETHER, "    return combine([_load(", "    return [_load("),
+    Mutant(
+        "own-value-uncombined", TOGETHER, "    return combine([_load(", "    return list([_load("
+    ),
     Mutant(
         "exit-is-an-error",
         TOGETHER,

@@ -38,15 +38,12 @@ class Launch(NamedTuple):
 def _torchrun(tmp_path: Path, *arguments: str, **environment: str) -> Launch:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(JOB), *arguments]
+    # torchrun leaves a folder behind in TMPDIR.
+    env = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", **environment}
+    env.pop("PYTHONUNBUFFERED", None)  # buffers are what a rank could lose
     start = time.monotonic()
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-        # torchrun leaves a folder behind there.
-        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", **environment},
+        command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False, env=env
     )
     return Launch(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
 

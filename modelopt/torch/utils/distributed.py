@@ -441,21 +441,23 @@ def _rendezvous(timeout: timedelta | None) -> dict[str, Any]:
     if not os.environ.get("MASTER_ADDR"):
         return {}  # torch's own error names what is missing
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-    store, global_rank, world_size = _launch_store(*(os.environ.get(name) for name in names))
-    store.set_timeout(timeout or torch.distributed.default_pg_timeout)
+    address = tuple(os.environ.get(name) for name in names)
+    timeout = timeout or torch.distributed.default_pg_timeout
+    store, global_rank, world_size = _launch_store(address, timeout)
     count = store.add(f"modelopt/set-ups of rank {global_rank}", 1)
     prefixed = torch.distributed.PrefixStore(f"modelopt/run {count}", store)
     return {"store": prefixed, "rank": global_rank, "world_size": world_size}
 
 
 @functools.cache
-def _launch_store(*_address: str | None) -> tuple[Any, int, int]:
+def _launch_store(_address: tuple[str | None, ...], timeout: timedelta) -> tuple[Any, int, int]:
     """Return the rendezvous store of the launch at this address, this rank and the world size.
 
     Kept for good: where rank 0 serves the store itself, a store that went with its group would take
     the next run's early arrivals with it.
     """
-    launch: tuple[Any, int, int] = next(torch.distributed.rendezvous("env://"))
+    # The timeout bounds how long this rank connects, and later how long it waits for a key.
+    launch: tuple[Any, int, int] = next(torch.distributed.rendezvous("env://", timeout=timeout))
     return launch
 
 

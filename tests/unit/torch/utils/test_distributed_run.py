@@ -33,10 +33,12 @@ on_cpu = functools.partial(distributed_run, TIMEOUT, "cpu", backend="gloo")
 def _ending_seen() -> Iterator[list[str]]:
     """Yield the list of what ends the run: barriers, the destruction of groups, and aborts."""
     seen: list[str] = []
-    destroy = torch.distributed.destroy_process_group
+    destroy, real_barrier = torch.distributed.destroy_process_group, mdist.barrier
 
     def barrier(group: Any = None) -> None:
         seen.append("barrier")
+        # A rank that went on at once would close its sockets while its peer still connects.
+        real_barrier(group)
 
     def abort() -> None:
         seen.append("abort")
@@ -198,6 +200,29 @@ def test_runs_may_follow_one_another(
     cpu_dist_workers: DistributedWorkerPool, launch_port: int
 ) -> None:
     cpu_dist_workers.run(_runs_in_a_row, launch_port)
+
+
+def _peer_that_never_arrives(has_store: bool, rank: int, size: int, port: int) -> Outcome | None:
+    if rank == 0:
+        return None
+    timeout = timedelta(seconds=1)
+    with launched(rank, size, port):
+        if not has_store:
+            del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+            os.environ["MASTER_PORT"] = "1"  # rank 0 would serve it
+        start = time.monotonic()
+        outcome = outcome_of(distributed_run(timeout, "cpu", backend="gloo").__enter__)
+        assert time.monotonic() - start < 8
+    return outcome
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_set_up_waits_for_a_peer_no_longer_than_the_timeout(
+    cpu_dist_workers: DistributedWorkerPool, launch_port: int, has_store: bool
+) -> None:
+    case = functools.partial(_peer_that_never_arrives, has_store)
+    _, waiting = cpu_dist_workers.run(case, launch_port)
+    assert waiting.raised
 
 
 # How a run ends
@@ -392,7 +417,18 @@ def test_setup_binds_always_and_initialises_once(
     cpu_dist_workers.run(_set_up_again, launch_port)
 
 
-def test_setup_without_a_rendezvous_gives_torchs_own_error() -> None:
+def test_setup_leaves_a_launch_without_a_rendezvous_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        calls.append((args, kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "init_process_group", init)
+        mdist.setup(timeout=TIMEOUT, backend="mpi")  # MPI brings its own
+    assert calls == [(("mpi",), {"timeout": TIMEOUT})]
     with pytest.raises(ValueError, match="environment variable RANK expected"):
         mdist.setup(backend="gloo")
 
@@ -454,6 +490,7 @@ def _abort(
     tmp_path: Path, body: str, argument: str = "", error_file: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, TORCHELASTIC_ERROR_FILE=str(error_file or tmp_path / "error"))
+    environment.pop("PYTHONUNBUFFERED", None)  # buffers are what a rank could lose
     script = ABORT.format(body=body, argument=argument)
     return subprocess.run(
         [sys.executable, "-c", script],

@@ -136,8 +136,11 @@ def _sharded_alone(rank: int, size: int) -> None:
     # A part of a sharded model holds DTensors only.
     buffered = nn.ReLU()
     buffered.register_buffer("table", distribute_tensor(torch.ones(4), mesh))
-    for part in (wrapped, wrapped.get_submodule("1.0"), buffered):
-        assert is_dtensor_sharded(part)
+    # And a wrapped part may hold none.
+    without_parameters = nn.ReLU()
+    fully_shard(without_parameters, mesh=mesh)
+    for part in (wrapped, wrapped.get_submodule("1.0"), buffered, without_parameters):
+        assert is_dtensor_sharded(part) == (part is not without_parameters)
         with pytest.raises(RuntimeError, match="it is sharded"):
             distribution_plan(part)
     assert not is_dtensor_sharded(wrapped[0])

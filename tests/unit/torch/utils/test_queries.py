@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where am I, the groups a module works in, and the public surface."""
 
+import doctest
 import functools
 import io
 import subprocess
@@ -54,6 +55,11 @@ UNEXPORTED = [
 def test_public_surface_is_the_contract() -> None:
     assert mdist.__all__ == ALL
     assert all(hasattr(mdist, name) for name in ALL + UNEXPORTED)
+
+
+def test_examples_of_the_docstrings_run() -> None:
+    failed, attempted = doctest.testmod(mdist)
+    assert (failed, attempted > 5) == (0, True)
 
 
 def test_import_leaves_the_costly_modules_of_torch_alone() -> None:
