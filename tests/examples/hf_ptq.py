@@ -22,7 +22,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -42,11 +48,14 @@ from modelopt.torch.utils.distributed import (
     DistributionPlan,
     all_reduce,
     broadcast_from,
+    broadcast_state_dict,
     distributed_forward_loop,
     distributed_run,
+    is_fsdp2_model,
     set_distribution_plan,
     shard_dataloader,
 )
+from modelopt.torch.utils.plugins.model_load_utils import fsdp2_wrap
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -74,25 +83,28 @@ def run(args: argparse.Namespace, state: DistributedState) -> None:
     calibration, held_out = broadcast_from(
         "samples", lambda: read_samples(args, source, state.world_size)
     )
-    model = load_model(source).to(state.device).eval()
-    set_distribution_plan(model, DistributionPlan(world_size=state.world_size))
+    plan = DistributionPlan(world_size=state.world_size, dense=args.dense)
+    model = (load_sharded if plan.is_fsdp_dense else load_model)(source, state.device).eval()
+    set_distribution_plan(model, plan)
     layers = linear_layers(model)
-    broadcast_from("model", lambda: check_model(model, layers, args.sample_length))
+    weight_amax = {name: whole(layer.weight).abs().amax() for name, layer in layers.items()}
+    broadcast_from("model", lambda: check_model(model, weight_amax, args.sample_length))
     batch_size = all_reduce("batch size", lambda: fitting_batch_size(model, args), min)
     say(state, f"{len(layers)} layers to quantize, {batch_size} samples per forward")
 
     bytes_before = size_in_bytes(model)
     before = perplexity(model, held_out, batch_size, state, "Perplexity before")
     amax, seconds = calibrate(model, layers, calibration, batch_size, state)
-    quantize(layers, amax)
-    bytes_after = size_in_bytes(model)
+    quantize(layers, finite(weight_amax), amax)
+    bytes_after = size_in_bytes(model, fp8={f"{name}.weight" for name in layers})
     after = perplexity(model, held_out, batch_size, state, "Perplexity after")
     if export:
-        broadcast_from("export", lambda: write_checkpoint(model, source, export))
+        tensors = whole_state(model)
+        broadcast_from("export", lambda: write_checkpoint(model, tensors, source, export))
 
     rows = {
         "model": f"{source.name if source else 'tiny random Llama'}, {model.dtype}",
-        "ranks": f"{state.world_size} on {args.device}",
+        "ranks": f"{state.world_size} on {args.device}, {args.dense}",
         "calibration": f"{len(calibration)} samples of {args.sample_length} tokens",
         "tokens per second": f"{calibration.numel() / seconds:,.0f}",
         "layers quantized": f"{len(layers)}",
@@ -132,6 +144,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--num-samples", type=int, default=32, help="to calibrate on; half as many are held out")
     add("--sample-length", type=int, default=256, help="tokens per sample")
     add("--batch-size", type=int, default=0, help="samples per forward; 0: as memory allows")
+    add("--dense", choices=["replicate", "fsdp"], default="replicate", help="or shard the model")
     add("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     add("--timeout-minutes", type=float, default=30, help="how long ranks wait for each other")
     add("--export", type=Path, metavar="DIR", help="folder to write the checkpoint to")
@@ -156,6 +169,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> tuple[Path | N
         if (value := getattr(args, option)) < least:
             name = f"--{option.replace('_', '-')}"
             refuse(f"{name} ({value}) must be at least {least} on {world_size} rank(s)")
+    if args.dense == "fsdp" and world_size == 1:
+        refuse("--dense fsdp shards the model over several ranks; launch them with torchrun")
     source = default_model() if args.model is None else named_model(args.model)
     needed = ("gguf", "accelerate") if source and source.suffix == ".gguf" else ()
     if missing := [name for name in needed if not importlib.util.find_spec(name)]:
@@ -207,8 +222,40 @@ def check_export(export: Path, source: Path | None, overwrite: bool) -> None:
 # ------------------------------------------------------------------------------ model and text
 
 
-def load_model(source: Path | None) -> Model:
+def load_model(source: Path | None, device: torch.device | str) -> Model:
     """Build the model on this rank, in its checkpoint's dtype; a GGUF file's in bfloat16."""
+    return read_model(source).to(device)
+
+
+def load_sharded(source: Path | None, device: torch.device | str) -> Model:
+    """Read the model on rank 0 alone and build it on every rank from this rank's shards."""
+    read: list[Model] = []
+
+    def read_on_rank_0() -> tuple[Any, dict[str, torch.dtype]]:
+        read.append(read_model(source))
+        return read[0].config, {name: p.dtype for name, p in read[0].named_parameters()}
+
+    config, dtypes = broadcast_from("model", read_on_rank_0)
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model: Model = auto.from_config(config)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    fsdp2_wrap(model)
+    model.to_empty(device=device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, read[0].state_dict() if read else {}, options=options)
+    # The state has no part in buffers that the config determines, such as rotary frequencies.
+    buffers = broadcast_state_dict(dict(read[0].named_buffers()) if read else None, 0, device)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    if read:
+        model.generation_config = read[0].generation_config
+    return model
+
+
+def read_model(source: Path | None) -> Model:
+    """Return the model whole, on the CPU."""
     auto: Any = transformers.AutoModelForCausalLM
     if source is None:
         torch.manual_seed(0)
@@ -301,14 +348,14 @@ def linear_layers(model: Model) -> dict[str, nn.Linear]:
     return {name: m for name, m in modules if type(m) is nn.Linear and m is not head}
 
 
-def check_model(model: Model, layers: dict[str, nn.Linear], sample_length: int) -> None:
+def check_model(model: Model, weight_amax: dict[str, Tensor], sample_length: int) -> None:
     """Refuse a model that cannot be quantized or does not take samples of this length."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if sample_length > positions:
         refuse(f"--sample-length ({sample_length}) is above the model's {positions} positions")
-    if not layers:
+    if not weight_amax:
         refuse(f"{type(model).__name__} has no linear layers to quantize")
-    finite({name: layer.weight.detach().abs().amax() for name, layer in layers.items()})
+    finite(weight_amax)
 
 
 def finite(amax: dict[str, Tensor]) -> dict[str, float]:
@@ -337,9 +384,19 @@ def free_bytes(device: str) -> int:
     return int(available_kb) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def size_in_bytes(model: Model) -> int:
-    """Return the size of the model's state, tied tensors counted once."""
-    return sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor that is sharded; every rank must call it, in the same order."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def size_in_bytes(model: Model, fp8: Container[str] = ()) -> int:
+    """Return the size of the model's state, tied tensors counted once, with these names in FP8."""
+    sizes = {}
+    for name, tensor in model.state_dict().items():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        sizes[own.data_ptr()] = tensor.numel() * (1 if name in fp8 else tensor.itemsize)
+    return sum(sizes.values())
 
 
 @torch.no_grad()
@@ -347,13 +404,16 @@ def perplexity(
     model: Model, samples: Tensor, batch_size: int, state: DistributedState, title: str
 ) -> float:
     """Return the perplexity of the samples, each of which counts once, on one rank."""
-    share: Any = samples[state.rank :: state.world_size]
+    batches = torch.split(samples[state.rank :: state.world_size], batch_size)
     loss = 0.0
-    for batch in tqdm(DataLoader(share, batch_size), title):
-        tokens = batch.to(state.device)
+    # As many forwards as rank 0 on every rank, since those of a sharded model communicate.
+    for turn in tqdm(range(-(-len(samples) // state.world_size // batch_size)), title):
+        is_counted = turn < len(batches)
+        tokens = (batches[turn] if is_counted else samples[:1]).to(state.device)
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
         targets = tokens[:, 1:].flatten()
-        loss += functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").item()
+        entropy = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        loss += entropy.item() if is_counted else 0
     loss_per_token = all_reduce(title, lambda: loss, sum) / samples[:, 1:].numel()
     return float(torch.tensor(loss_per_token).exp())
 
@@ -401,10 +461,10 @@ def watched_inputs(layers: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that computes on an FP8 weight and rounds its inputs to FP8.
+    """A linear layer that rounds its weight and its inputs to FP8 before it multiplies them.
 
-    Its state is what the checkpoint holds: `weight` in FP8; `weight_scale` and `input_scale`, (1,)
-    each in the model's dtype.
+    The weight is kept as it was, so that FSDP2 can go on sharding it. `weight_scale` and
+    `input_scale` are (1,) each, in the model's dtype.
     """
 
     weight_scale: Tensor
@@ -412,19 +472,18 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply the dequantized operands in the model's dtype."""
-        weight = self.weight.to(self.weight_scale.dtype) * self.weight_scale
+        weight = to_fp8(self.weight, self.weight_scale).to(input.dtype) * self.weight_scale
         rounded = to_fp8(input, self.input_scale).to(input.dtype) * self.input_scale
         return functional.linear(rounded, weight, self.bias)
 
 
-def quantize(layers: dict[str, nn.Linear], input_amax: dict[str, float]) -> None:
+def quantize(
+    layers: dict[str, nn.Linear], weight_amax: dict[str, float], input_amax: dict[str, float]
+) -> None:
     """Turn the layers into `Fp8Linear` ones."""
     for name, layer in layers.items():
-        weight = layer.weight.detach()
-        weight_scale = fp8_scale(weight.abs().amax().item(), weight)
-        layer.register_buffer("weight_scale", weight_scale)
-        layer.register_buffer("input_scale", fp8_scale(input_amax[name], weight))
-        layer.weight = nn.Parameter(to_fp8(weight, weight_scale), requires_grad=False)
+        layer.register_buffer("weight_scale", fp8_scale(weight_amax[name], layer.weight))
+        layer.register_buffer("input_scale", fp8_scale(input_amax[name], layer.weight))
         # The class is swapped in place, so the module and the plan recorded on it stay.
         layer.__class__ = Fp8Linear
 
@@ -440,13 +499,30 @@ def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
     return (values / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def write_checkpoint(model: Model, source: Path | None, export: Path) -> None:
+def whole_state(model: Model) -> dict[str, Tensor]:
+    """Return the model's tensors, whole on rank 0, tied ones once; every rank must call it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options) if is_fsdp2_model(model) else None
+    once = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once.keys()
+    tensors: Any = model.state_dict() if state is None else state
+    return {name: tensor for name, tensor in tensors.items() if name not in tied}
+
+
+def write_checkpoint(
+    model: Model, tensors: dict[str, Tensor], source: Path | None, export: Path
+) -> None:
     """Write the checkpoint beside its destination, and move it there once it is whole."""
+    layers = {name for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+    for name in layers:
+        tensors[f"{name}.weight"] = to_fp8(
+            tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+        )
     part = export.with_name(f".{export.name}.part-{os.getpid()}")
     replaced = export.with_name(f".{export.name}.replaced-{os.getpid()}")
     model.config.quantization_config = quantization_config(model)
     try:
-        model.save_pretrained(part)
+        model.save_pretrained(part, state_dict=tensors)
         load_tokenizer(source).save_pretrained(part)
         if export.exists():
             export.rename(replaced)

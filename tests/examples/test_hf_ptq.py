@@ -25,6 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from modelopt.torch.utils.distributed import is_fsdp2_model
+
 DEADLINE_SECONDS = 60
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
@@ -147,7 +149,49 @@ def test_two_ranks_and_one_process_write_the_same_checkpoint(
         assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
     figures = numbers_in(two_ranks.table["perplexity"])
     assert figures == pytest.approx(numbers_in(one_process.table["perplexity"]), rel=1e-5)
-    assert (two_ranks.table["ranks"], one_process.table["ranks"]) == ("2 on cpu", "1 on cpu")
+    assert two_ranks.table["ranks"] == "2 on cpu, replicate"
+    assert one_process.table["ranks"] == "1 on cpu, replicate"
+
+
+@pytest.mark.parametrize("model", ["biased", "tiny"])
+def test_sharded_model_gives_the_same_checkpoint(
+    model: str, model_folder: Path, two_ranks: Job, tmp_path: Path
+) -> None:
+    # The tiny model ties its embeddings.
+    name = str(model_folder) if model == "biased" else model
+    job = run_script(tmp_path, f"--model={name}", "--dense=fsdp", ranks=2)
+    assert job.status == 0, job.stderr
+    whole = two_ranks
+    if model == "tiny":
+        (tmp_path / "whole").mkdir()
+        whole = run_script(tmp_path / "whole", "--model=tiny", ranks=2)
+    assert "fsdp" in job.table["ranks"]
+    for row in "layers quantized", "size", "perplexity", "layers unseen":
+        assert job.table[row] == whole.table[row], row
+    for file in whole.export.iterdir():
+        assert (job.export / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def _load_sharded(rank: int, size: int) -> tuple[bool, bool]:
+    """Return whether this rank read the model, and whether it computes as the whole one does."""
+    read_by_this_rank: list[int] = []
+    read_model = hf_ptq.read_model
+
+    def read(source: Path | None) -> Any:
+        read_by_this_rank.append(rank)
+        return read_model(source)
+
+    with mock.patch.object(hf_ptq, "read_model", read):
+        model = hf_ptq.load_sharded(None, "cpu")
+    tokens = torch.arange(8).reshape(1, 8)
+    with torch.no_grad():
+        logits, expected = (m(input_ids=tokens).logits for m in (model, read_model(None)))
+    assert is_fsdp2_model(model)
+    return bool(read_by_this_rank), torch.equal(logits, expected)
+
+
+def test_sharded_model_is_read_by_rank_0_alone(cpu_dist_workers: DistributedWorkerPool) -> None:
+    assert cpu_dist_workers.run(_load_sharded) == [(True, True), (False, True)]
 
 
 def test_scales_come_from_the_samples_of_all_ranks(model_folder: Path, two_ranks: Job) -> None:
@@ -303,6 +347,7 @@ def test_existing_export_is_refused_by_all_ranks_before_any_work(
         ("--sample-length 1", "--sample-length (1) must be at least 2"),
         ("--sample-length 2049", "--sample-length (2049) is above the model's 2048 positions"),
         ("--batch-size -1", "--batch-size (-1) must be at least 0"),
+        ("--dense fsdp", "over several ranks; launch them with torchrun"),
         ("--export {tmp}/fp8", "exists; --overwrite replaces it"),
         ("--export {tmp}/folder --overwrite", "is no checkpoint"),
         ("--export {tmp}/short.txt/fp8", "File exists"),
@@ -406,7 +451,7 @@ def test_batch_size_is_what_free_memory_bears(
 ) -> None:
     args = hf_ptq.parse_args(["--device=cpu", f"--batch-size={option}"])
     monkeypatch.setattr(hf_ptq, "free_bytes", lambda _device: free)
-    assert hf_ptq.fitting_batch_size(hf_ptq.load_model(None), args) == expected
+    assert hf_ptq.fitting_batch_size(hf_ptq.load_model(None, "cpu"), args) == expected
 
 
 # ------------------------------------------------------------------------------ the destination

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-MODULE = "modelopt/torch/utils/distributed.py"
+MODULES = "modelopt/torch/utils"
 UNIT = "tests/unit/torch/utils"
 # Long enough for a mutant that waits; such a run counts as noticed.
 TIMEOUT_SECONDS = 240.0
@@ -33,12 +33,14 @@ class Mutant(NamedTuple):
     tests: str
     line: str
     broken: str
+    module: str = "distributed.py"
 
 
 RUN, PLAN = f"{UNIT}/test_distributed_run.py", f"{UNIT}/test_distribution_plan.py"
 TOGETHER, QUERIES = f"{UNIT}/test_failing_together.py", f"{UNIT}/test_queries.py"
 SHARD, LOOP = f"{UNIT}/test_shard_dataloader.py", f"{UNIT}/test_forward_loop.py"
-LOCK = f"{UNIT}/test_file_lock.py"
+LOCK, FSDP2 = f"{UNIT}/test_file_lock.py", f"{UNIT}/test_fsdp2.py"
+BYTES = f"{UNIT}/test_bytes_and_state_dicts.py"
 
 MUTANTS = [
     # Where am I
@@ -304,7 +306,10 @@ MUTANTS = [
         "    _raise_peers_failure(where, messages, raised)\n    _check_labels(where, label, messages)",
     ),
     Mutant(
-        "own-value-uncombined", TOGETHER, "    return combine([_load(", "    return list([_load("
+        "own-value-uncombined",
+        TOGETHER,
+        "    return combine([_value_of(",
+        "    return list([_value_of(",
     ),
     Mutant(
         "exit-is-an-error",
@@ -346,10 +351,15 @@ MUTANTS = [
     Mutant(
         "broken-collective-unlabelled",
         TOGETHER,
-        "    except Exception as error:  # noqa: BLE001 -- raised",
-        "    except ZeroDivisionError as error:  # noqa: BLE001 -- raised",
+        "    except Exception as error:  # noqa: BLE001 -- raised below",
+        "    except ZeroDivisionError as error:  # noqa: BLE001 -- raised below",
     ),
-    Mutant("broken-unchained", TOGETHER, "        ) from broken", "        )"),
+    Mutant(
+        "broken-unchained",
+        TOGETHER,
+        "from broken\n    _check_labels",
+        "from None\n    _check_labels",
+    ),
     Mutant(
         "float-exit-code",
         TOGETHER,
@@ -367,8 +377,8 @@ MUTANTS = [
     Mutant(
         "serialised-twice",
         TOGETHER,
-        "        return _saved(value).getvalue()",
-        "        _saved(value)\n        return _saved(value).getvalue()",
+        "        return _saved(value, pickle_protocol=4).getvalue()",
+        "        _saved(value)\n        return _saved(value, pickle_protocol=4).getvalue()",
     ),
     Mutant(
         "weights-only-values",
@@ -379,12 +389,261 @@ MUTANTS = [
     Mutant(
         "senders-device", TOGETHER, 'map_location="cpu", weights_only=False', "weights_only=False"
     ),
-    Mutant("sender-gets-a-copy", TOGETHER, "own.value if own else _load", "_load"),
+    Mutant("sender-gets-a-copy", TOGETHER, "own.value if own else _value_of", "_value_of"),
     Mutant(
         "load-error-bare",
         TOGETHER,
         '    except Exception as error:\n        raise RuntimeError(\n            f"{where}: the value',
         '    except ZeroDivisionError as error:\n        raise RuntimeError(\n            f"{where}: the value',
+    ),
+    Mutant("plain-values-saved", TOGETHER, "        if _is_plain(value):", "        if False:"),
+    Mutant("all-values-plain", TOGETHER, "        if _is_plain(value):", "        if True:"),
+    Mutant(
+        "subclasses-plain",
+        TOGETHER,
+        "    kind = type(value)\n",
+        "    kind = str if isinstance(value, str) else type(value)\n",
+    ),
+    Mutant("plain-at-any-depth", TOGETHER, "or depth == 0 or", "or"),
+    Mutant("plain-at-any-length", TOGETHER, "or len(value) > _PLAIN_ITEMS", ""),
+    Mutant(
+        "bytes-as-text",
+        TOGETHER,
+        "_saved(value, pickle_protocol=4).getvalue()",
+        "_saved(value).getvalue()",
+    ),
+    # The older object helpers
+    Mutant(
+        "broadcast-returns-own",
+        BYTES,
+        "values[0] if is_src else _load_payload(where, memory, src)",
+        "fn()",
+    ),
+    Mutant(
+        "broadcast-from-group-rank",
+        BYTES,
+        "    sender = _members(group).index(src)\n",
+        "    sender = 0\n",
+    ),
+    Mutant(
+        "src-unchecked-alone",
+        BYTES,
+        '    lengths = _meet(where, own, group, "src", src)\n',
+        '    lengths = _meet(where, own, group, "src", src) if size(group) > 1 else [0]\n',
+    ),
+    Mutant(
+        "allgather-loads-own",
+        BYTES,
+        "items.append(obj if is_own else",
+        "items.append(obj if False else",
+    ),
+    Mutant("any-reduction", BYTES, '    if reduction != "sum":', "    if False:"),
+    Mutant(
+        "master-runs-everywhere",
+        BYTES,
+        "func(*args, **kwargs) if is_master() else None",
+        "func(*args, **kwargs)",
+    ),
+    # Bytes, tensors and state dicts
+    Mutant(
+        "dst-is-a-group-rank",
+        BYTES,
+        "        if rank() == dst:\n",
+        "        if rank(group) == dst:\n",
+    ),
+    Mutant(
+        "chunks-off-by-one",
+        BYTES,
+        "view[start : start + chunk_bytes]",
+        "view[start : start + chunk_bytes - 1]",
+    ),
+    Mutant(
+        "one-chunk", BYTES, "range(0, len(view), chunk_bytes)", "range(0, len(view), len(view))"
+    ),
+    Mutant(
+        "chunk-ignored-by-sender",
+        BYTES,
+        "_chunks(own.memory, chunk_bytes)",
+        "_chunks(own.memory, _CHUNK_BYTES)",
+    ),
+    Mutant(
+        "own-bytes-shared",
+        BYTES,
+        "[bytearray(own.memory) if memory is None",
+        "[data if memory is None",
+    ),
+    Mutant(
+        "sender-copies",
+        BYTES,
+        '        return memoryview(data).cast("B")',
+        '        return memoryview(bytes(data)).cast("B")',
+    ),
+    Mutant(
+        "dst-copies",
+        BYTES,
+        "is None else memory for memory in gathered]\n\n\ndef",
+        "is None else bytearray(bytes(memory)) for memory in gathered]\n\n\ndef",
+    ),
+    Mutant(
+        "peers-payload-unpickled",
+        BYTES,
+        'map_location="cpu", weights_only=True',
+        'map_location="cpu", weights_only=False',
+    ),
+    Mutant(
+        "weights-only-by-default",
+        BYTES,
+        'map_location="cpu", weights_only=True',
+        'map_location="cpu"',
+    ),
+    Mutant(
+        "gathers-when-iterated",
+        BYTES,
+        "    own = _parcel(lambda: _saved_state(state))\n",
+        "    yield from ()\n    own = _parcel(lambda: _saved_state(state))\n",
+    ),
+    Mutant(
+        "payloads-kept",
+        BYTES,
+        "yield _load_payload(where, payloads.pop(), src)",
+        "yield _load_payload(where, payloads[members[::-1].index(src)], src)",
+    ),
+    Mutant(
+        "memory-file-copies",
+        BYTES,
+        "self._memory = memoryview(memory)",
+        "self._memory = memoryview(bytes(memory))",
+    ),
+    Mutant(
+        "own-error-not-exchanged",
+        BYTES,
+        '        return _Parcel(memoryview(b""), error)',
+        "        raise",
+    ),
+    Mutant("peers-error-ignored", BYTES, "        if header.problem:", "        if False:"),
+    Mutant(
+        "disagreement-ignored",
+        BYTES,
+        "    if len({header[1:] for header in headers}) > 1:",
+        "    if False:",
+    ),
+    Mutant("endpoint-unchecked", BYTES, "    if endpoint not in members:", "    if False:"),
+    Mutant("chunk-unchecked", BYTES, "    if chunk_bytes < 1:", "    if False:"),
+    Mutant("outsiders-allowed", BYTES, "    if rank(group) < 0:", "    if False:"),
+    Mutant("header-does-not-fit", BYTES, "(numbers + text)[:_HEADER_BYTES]", "(numbers + text)"),
+    Mutant(
+        "bad-numbers-strand",
+        BYTES,
+        "        except struct.error:",
+        "        except ZeroDivisionError:",
+    ),
+    Mutant(
+        "broken-gather-bare",
+        BYTES,
+        "        raise _broken(where, broken) from broken\n    _check_headers",
+        "        raise broken\n    _check_headers",
+    ),
+    Mutant(
+        "tensors-not-as-bytes",
+        BYTES,
+        "flat = tensor.reshape(-1).view(torch.uint8)",
+        "flat = tensor.reshape(-1)",
+    ),
+    Mutant(
+        "state-off-device",
+        BYTES,
+        "tensor = torch.empty(shape, dtype=dtype, device=device)",
+        "tensor = torch.empty(shape, dtype=dtype)",
+    ),
+    Mutant(
+        "any-layout",
+        BYTES,
+        "        if not is_dense or tensor.is_meta",
+        "        if tensor.is_meta",
+    ),
+    Mutant("meta-allowed", BYTES, "if not is_dense or tensor.is_meta or", "if not is_dense or"),
+    Mutant(
+        "device-memory-always",
+        BYTES,
+        '    if f"{device.type}:" in backend_config:\n        return device\n',
+        "",
+    ),
+    Mutant(
+        "staged-part-lost",
+        BYTES,
+        "    if buffer is not tensor:\n        tensor.copy_(buffer)",
+        "    pass",
+    ),
+    # FSDP2
+    Mutant(
+        "root-always",
+        FSDP2,
+        "[*layers, model] if shard_root else layers",
+        "[*layers, model]",
+        "fsdp2_utils.py",
+    ),
+    Mutant(
+        "root-never",
+        FSDP2,
+        "[*layers, model] if shard_root else layers",
+        "layers",
+        "fsdp2_utils.py",
+    ),
+    Mutant(
+        "layers-not-wrapped",
+        FSDP2,
+        "[*layers, model] if shard_root else layers",
+        "[model]",
+        "fsdp2_utils.py",
+    ),
+    Mutant(
+        "stays-gathered",
+        FSDP2,
+        '"reshard_after_forward": True',
+        '"reshard_after_forward": False',
+        "fsdp2_utils.py",
+    ),
+    Mutant(
+        "precision-dropped",
+        FSDP2,
+        "mp_policy or MixedPrecisionPolicy()",
+        "MixedPrecisionPolicy()",
+        "fsdp2_utils.py",
+    ),
+    Mutant(
+        "other-dtypes-sharded", FSDP2, "    return others\n", "    return set()\n", "fsdp2_utils.py"
+    ),
+    Mutant(
+        "warns-everywhere",
+        FSDP2,
+        "    if others and is_master():",
+        "    if others:",
+        "fsdp2_utils.py",
+    ),
+    Mutant("dominant-by-count", FSDP2, "+= parameter.numel()", "+= 1", "fsdp2_utils.py"),
+    Mutant(
+        "group-unchecked", FSDP2, "    if not is_initialized():", "    if False:", "fsdp2_utils.py"
+    ),
+    Mutant(
+        "any-list",
+        FSDP2,
+        "    return matching[0] if len(matching) == 1 else None",
+        "    return matching[0] if matching else None",
+        "fsdp2_utils.py",
+    ),
+    Mutant(
+        "only-layers",
+        FSDP2,
+        "            layers = _list_as_long_as_the_config_says(decoder)\n",
+        "            layers = None\n",
+        "fsdp2_utils.py",
+    ),
+    Mutant(
+        "architectures-changed",
+        FSDP2,
+        "        config.architectures = architectures\n",
+        "        config.architectures = [type(model).__name__]\n",
+        "fsdp2_utils.py",
     ),
     # Calibration
     Mutant("shard-drops-last", SHARD, "drop_last=False\n    )\n", "drop_last=True\n    )\n"),
@@ -574,7 +833,7 @@ def _noticed_by(mutant: Mutant) -> list[str]:
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, target)
-        module = Path(folder, MODULE)
+        module = Path(folder, MODULES, mutant.module)
         text = module.read_text()
         if text.count(mutant.line) != 1:
             raise SystemExit(f"{mutant.name}: {text.count(mutant.line)} places match, not one")

@@ -6,9 +6,11 @@
 3. Starting and ending a run: `distributed_run`, `setup`, `cleanup`, `abort`
 4. The plan recorded on a model: `DistributionPlan`, `set_distribution_plan`, `distribution_plan`
 5. Collectives that fail together: `broadcast_from`, `all_reduce`
-6. How a model is laid out: `is_fsdp2_model`, `is_dtensor_sharded`
-7. Calibrating on every rank: `shard_dataloader`, `distributed_forward_loop`
-8. One process of a node: `FileLock`
+6. The older object helpers: `broadcast`, `allgather`, `allreduce`, `master_only`
+7. Bytes, tensors and state dicts: `gather_bytes`, `gather_state_dicts`, `broadcast_state_dict`
+8. How a model is laid out: `is_fsdp2_model`, `is_dtensor_sharded`, `fsdp2_wrap`
+9. Calibrating on every rank: `shard_dataloader`, `distributed_forward_loop`
+10. One process of a node: `FileLock`
 
 The one rule: *queries never communicate; every rank reaches every other call in the same order.*
 
@@ -20,10 +22,14 @@ serves GPU ranks, gloo serves CPU ranks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import io
+import itertools
+import operator
 import os
+import struct
 import sys
 import time
 import traceback
@@ -31,7 +37,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = [
     "DistributedProcessGroup",
@@ -66,6 +73,9 @@ __all__ = [
     "distributed_forward_loop",
     "distributed_run",
     "distribution_plan",
+    "fsdp2_wrap",
+    "gather_bytes",
+    "gather_state_dicts",
     "is_available",
     "is_distributed_launch",
     "is_distributed_run",
@@ -80,11 +90,23 @@ __all__ = [
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 
 # Object collectives and CPU tensors go over gloo, GPU tensors over NCCL, in one group.
 _GPU_RUN_BACKEND = "cpu:gloo,cuda:nccl"
 # An instance attribute: it outlives a `__class__` swap and stays out of `state_dict()`.
 _PLAN_ATTRIBUTE = "_modelopt_distribution_plan"
+# A value of exactly these types pickles and loads everywhere; to look at each must stay cheap.
+_PLAIN_TYPES = frozenset({bool, bytes, float, int, str, type(None)})
+_PLAIN_ITEMS = 256
+# What is in flight at a time: large enough for full speed, a small part of a GPU's memory.
+_CHUNK_BYTES = 256 * 1024 * 1024
+# Three numbers, then an error's text; one message for all keeps the exchange to one collective.
+_HEADER_NUMBERS = "<qqq"
+_HEADER_BYTES = 512
+_new_bytearray = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
+)
 # torch's default group timeout: by then the peers of a process that waits have given up as well.
 _LOCK_WAIT_SECONDS = 1800.0
 
@@ -705,7 +727,7 @@ def all_reduce(label: str, fn: Callable[[], Any], combine: Callable[[list[Any]],
         return dict(enumerate(messages))
 
     messages = _exchange(where, label, gather, own.raised)
-    return combine([_load(where, message.content, src) for src, message in messages.items()])
+    return combine([_value_of(where, message, src) for src, message in messages.items()])
 
 
 def _broadcast_result(label: str, fn: Callable[[], T], src: int) -> T:
@@ -719,15 +741,15 @@ def _broadcast_result(label: str, fn: Callable[[], T], src: int) -> T:
         return {src: box[0]}
 
     message = _exchange(where, label, broadcast, own.raised if own else None)[src]
-    value: T = own.value if own else _load(where, message.content, src)
+    value: T = own.value if own else _value_of(where, message, src)
     return value
 
 
 class _Message(NamedTuple):
     """What a rank tells its peers, of plain types only, so that it always arrives and loads.
 
-    `content` is the serialised value (bytes) of a "value", the text of an "error", or the exit code
-    (int, str or None) of an "exit".
+    `content` is a "plain" value as it is, the serialised value (bytes) of a "value", the text of an
+    "error", or the exit code (int, str or None) of an "exit".
     """
 
     label: str
@@ -758,6 +780,8 @@ def _attempt(where: str, label: str, fn: Callable[[], Any]) -> _Attempt:
     """Run `fn`; whatever it raises becomes a message, since staying away would strand the peers."""
     try:
         value = fn()
+        if _is_plain(value):
+            return _Attempt(_Message(label, "plain", value), value, None)
         return _Attempt(_Message(label, "value", _dump(where, value)), value, None)
     except SystemExit as error:
         return _Attempt(_Message(label, "exit", _plain_exit_code(error.code)), None, error)
@@ -785,11 +809,7 @@ def _exchange(
     if raised is not None and not isinstance(raised, SystemExit):
         raise raised
     if broken is not None:
-        raise RuntimeError(
-            f"{where} broke on rank {rank()} of {size()}: {_describe(broken)}. A peer died, did "
-            "not come within the group's timeout, or is in another collective: see its own output, "
-            "or set TORCH_DISTRIBUTED_DEBUG=DETAIL."
-        ) from broken
+        raise _broken(where, broken) from broken
     _check_labels(where, label, messages)
     _raise_peers_failure(where, messages, raised)
     return messages
@@ -819,6 +839,24 @@ def _raise_peers_failure(
             raise SystemExit(message.content)
 
 
+def _broken(where: str, error: Exception) -> RuntimeError:
+    """Return what a rank raises when a collective itself breaks."""
+    return RuntimeError(
+        f"{where} broke on rank {rank()} of {size()}: {_describe(error)}. A peer died, did not "
+        "come within the group's timeout, or is in another collective: see its own output, or set "
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL."
+    )
+
+
+@contextlib.contextmanager
+def _broken_as(where: str) -> Iterator[None]:
+    """Raise what breaks in the block under the name of the collective."""
+    try:
+        yield
+    except Exception as error:
+        raise _broken(where, error) from error
+
+
 def _describe(error: BaseException) -> str:
     """Return the type and text of `error`, also where its `__str__` raises."""
     return "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -837,10 +875,25 @@ def _plain_exit_code(code: object) -> int | str | None:
         return f"<{type(code).__name__} that does not print: {type(error).__name__}>"
 
 
+def _is_plain(value: Any, depth: int = 2) -> bool:
+    """Tell whether `value` is of types that always pickle and load, as the message around it does.
+
+    Such a small value needs no `_dump`, which takes far longer than the collective itself.
+    """
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return True
+    if kind not in (dict, list, tuple) or depth == 0 or len(value) > _PLAIN_ITEMS:
+        return False
+    items = itertools.chain(value.keys(), value.values()) if kind is dict else value
+    return all(_is_plain(item, depth - 1) for item in items)
+
+
 def _dump(where: str, value: object) -> bytes:
     """Serialise `value` once: these bytes are both what is checked and what is sent."""
     try:
-        return _saved(value).getvalue()
+        # This protocol knows bytes; torch's default sends them as text, half as long again.
+        return _saved(value, pickle_protocol=4).getvalue()
     except MemoryError:
         raise
     except Exception as error:
@@ -850,11 +903,14 @@ def _dump(where: str, value: object) -> bytes:
         ) from error
 
 
-def _load(where: str, payload: bytes, src: int) -> Any:
+def _value_of(where: str, message: _Message, src: int) -> Any:
     """Load what rank `src` sent, its tensors onto the CPU, never onto the sender's GPU index."""
+    if message.kind == "plain":
+        return message.content
     try:
         # Not weights_only: the peers are this job's own ranks, and a plan is no tensor.
-        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+        payload = io.BytesIO(message.content)
+        return torch.load(payload, map_location="cpu", weights_only=False)
     except Exception as error:
         raise RuntimeError(
             f"{where}: the value of rank {src} does not load on rank {rank()}: {_describe(error)}. "
@@ -862,10 +918,10 @@ def _load(where: str, payload: bytes, src: int) -> Any:
         ) from error
 
 
-def _saved(obj: object) -> io.BytesIO:
-    """Return `obj` as `torch.save` writes it."""
+def _saved(obj: object, pickle_protocol: int = 2) -> io.BytesIO:
+    """Return `obj` as `torch.save` writes it; `weights_only` loads protocol 2."""
     buffer = io.BytesIO()
-    torch.save(obj, buffer)
+    torch.save(obj, buffer, pickle_protocol=pickle_protocol)
     return buffer
 
 
@@ -875,7 +931,547 @@ def _serialize(obj: object) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. How a model is laid out
+# 6. The older object helpers
+# --------------------------------------------------------------------------------------------------
+
+
+def broadcast(obj: T, src: int = 0, group: ProcessGroup | None = None) -> T:
+    """Return the `obj` of `src` on every rank; `broadcast_from` takes a function, fails together.
+
+    Every rank of `group` must call it. A rank that fails before it leaves the others waiting until
+    the group's timeout: prefer `broadcast_from` of section 5. `src` gets its own object back, the
+    others a copy with its tensors on the CPU, loaded with `weights_only=True`. An object that does
+    not serialise raises on every rank.
+
+    Args:
+        obj: What `src` sends; other ranks' is ignored.
+        src: A global rank of `group`.
+        group: The ranks; None is all of them.
+
+    Raises:
+        ValueError: `src` is outside the group.
+        RuntimeError: `src` failed, its object does not load here, or a peer died.
+    """
+    return _broadcast_object("broadcast", lambda: obj, src, group)
+
+
+def allgather(obj: T, group: ProcessGroup | None = None) -> list[T]:
+    """Return the list of every rank's `obj`; `all_reduce` takes a function and fails together.
+
+    Every rank of `group` must call it. A rank that fails before it leaves the others waiting until
+    the group's timeout: prefer `all_reduce` of section 5. A rank's own item is its own object, the
+    others are copies with their tensors on the CPU, loaded with `weights_only=True`. An object that
+    does not serialise raises on every rank.
+
+    Args:
+        obj: This rank's item.
+        group: The ranks; None is all of them.
+
+    Returns:
+        size(group) items, index = group rank.
+
+    Raises:
+        RuntimeError: A peer failed or died, or its object does not load here.
+    """
+    if size(group) == 1:
+        return [obj]
+    members = _members(group)
+    own = _parcel(lambda: _saved(obj).getbuffer())
+    lengths = _meet("allgather", own, group, "src", members[0])
+    items: list[T] = []
+    for src, length in enumerate(lengths):
+        memory = own.memory if src == rank(group) else _uninitialised(length)
+        _broadcast_memory("allgather", memory, src, group)
+        is_own = src == rank(group)
+        items.append(obj if is_own else _load_payload("allgather", memory, members[src]))
+    return items
+
+
+def allreduce(obj: T, reduction: str = "sum", group: ProcessGroup | None = None) -> T:
+    """Return the sum of every rank's `obj`; `all_reduce` takes a function and fails together.
+
+    Every rank of `group` must call it, on the terms of `allgather`.
+
+    Args:
+        obj: This rank's summand: a number or a tensor on the CPU.
+        reduction: `"sum"`.
+        group: The ranks; None is all of them.
+
+    Raises:
+        NotImplementedError: Another reduction.
+        RuntimeError: A peer failed or died, or its object does not load here.
+    """
+    if reduction != "sum":
+        raise NotImplementedError(f"allreduce knows the reduction 'sum'; got {reduction!r}")
+    return functools.reduce(operator.add, allgather(obj, group))
+
+
+def master_only(func: Callable[P, T]) -> Callable[P, T]:
+    """Decorate `func` to run on rank 0 only and return its result on every rank.
+
+    Every rank must call it. Where `func` raises, the other ranks wait until the group's timeout:
+    `broadcast_from` of section 5 carries the error to them.
+    """
+
+    @functools.wraps(func)
+    def on_master(*args: P.args, **kwargs: P.kwargs) -> T:
+        result: Any = func(*args, **kwargs) if is_master() else None
+        return broadcast(result)  # type: ignore[no-any-return]
+
+    return on_master
+
+
+def _broadcast_object(where: str, fn: Callable[[], T], src: int, group: ProcessGroup | None) -> T:
+    """Run `fn` on global rank `src`; return its value there, a copy of it on the others."""
+    values: list[T] = []
+
+    def make() -> memoryview:
+        values.append(fn())
+        return _saved(values[0]).getbuffer()
+
+    is_src = rank() == src
+    own = _parcel(make) if is_src and size(group) > 1 else _NOTHING
+    lengths = _meet(where, own, group, "src", src)
+    if size(group) == 1:
+        return fn()
+    sender = _members(group).index(src)
+    memory = own.memory if is_src else _uninitialised(lengths[sender])
+    _broadcast_memory(where, memory, sender, group)
+    value: T = values[0] if is_src else _load_payload(where, memory, src)
+    return value
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. Bytes, tensors and state dicts
+# --------------------------------------------------------------------------------------------------
+
+
+def gather_bytes(
+    data: bytes | bytearray | memoryview,
+    dst: int,
+    group: ProcessGroup | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> list[bytearray] | None:
+    """Collect each rank's bytes on global rank `dst`.
+
+    Every rank of `group` must call it, with the same `dst` and `chunk_bytes`. No pickle is
+    involved. Payloads are sent and received in place: `dst` holds one copy of each, a sender makes
+    none. Arguments that are wrong on one rank, or differ between ranks, raise on every rank before
+    anything moves.
+
+    Args:
+        data: A contiguous bytes-like object, of any length on each rank.
+        dst: A global rank of `group`.
+        group: The ranks; None is all of them.
+        chunk_bytes: The most bytes per rank that are in flight at a time. On a group without a CPU
+            backend this bounds the device memory that stages them; otherwise none is used.
+
+    Returns:
+        On `dst` size(group) items, index = group rank; None off `dst`.
+
+    Raises:
+        TypeError: `data` is not bytes-like here.
+        ValueError: `dst` is outside the group, or `chunk_bytes` below 1.
+        RuntimeError: The ranks disagree, a peer passed no bytes, or a peer died.
+    """
+    own = _parcel(lambda: _bytes_view(data))
+    gathered = _gather("gather_bytes", own, dst, group, chunk_bytes)
+    if gathered is None:
+        return None
+    return [bytearray(own.memory) if memory is None else memory for memory in gathered]
+
+
+def gather_state_dicts(
+    state: Mapping[str, Any], dst: int, group: ProcessGroup | None = None
+) -> Iterator[dict[str, Any]]:
+    """Iterate on global rank `dst` over each rank's state dict, loaded one at a time.
+
+    Every rank of `group` must call it, and none needs to iterate: the collective runs in the call.
+    A peer's payload runs no code: it loads with `weights_only=True`, whatever the environment says.
+    A state that does not serialise on one rank raises on every rank.
+
+    Args:
+        state: This rank's dict; it must serialise with `torch.save`.
+        dst: A global rank of `group`.
+        group: The ranks; None is all of them.
+
+    Returns:
+        On `dst` an iterator over size(group) dicts in group-rank order, tensors on the CPU, each
+        payload freed once loaded; an empty one elsewhere. Its `next` raises a `RuntimeError` for a
+        payload that does not load.
+
+    Raises:
+        TypeError: The state does not serialise here.
+        ValueError: `dst` is outside the group.
+        RuntimeError: The ranks disagree, a peer's state does not serialise, or a peer died.
+    """
+    where = "gather_state_dicts"
+    own = _parcel(lambda: _saved_state(state))
+    gathered = _gather(where, own, dst, group)
+    if gathered is None:
+        return iter(())
+    payloads = [own.memory if memory is None else memory for memory in gathered]
+    return _load_each(where, payloads, _members(group))
+
+
+def broadcast_state_dict(
+    state_dict_or_none: Mapping[str, torch.Tensor] | None,
+    src: int,
+    device: torch.device | str,
+    pg: ProcessGroup | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return the dict of tensors of global rank `src` on every rank, each sent as a tensor.
+
+    Every rank of `pg` must call it. What `src` cannot send raises on every rank.
+
+    Args:
+        state_dict_or_none: On `src` a dict of dense tensors, None elsewhere.
+        src: A global rank of `pg`.
+        device: Where this rank's tensors go.
+        pg: The ranks; None is all of them.
+
+    Returns:
+        The tensors on `device`, in the order of `src`.
+
+    Raises:
+        TypeError: `src` passes something else here.
+        ValueError: `src` is outside the group.
+        RuntimeError: `src` failed, or a peer died.
+    """
+    where, device = "broadcast_state_dict", torch.device(device)
+    layout = _broadcast_object(where, lambda: _layout(state_dict_or_none), src, pg)
+    state: dict[str, torch.Tensor] = {}
+    for name, dtype, shape in layout:
+        if rank() == src and state_dict_or_none is not None:
+            tensor = state_dict_or_none[name].detach().to(device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        if size(pg) > 1 and tensor.numel():
+            with _broken_as(where):
+                # As bytes: gloo refuses fp8, uint16 and complex dtypes.
+                flat = tensor.reshape(-1).view(torch.uint8)
+                _broadcast_tensor(flat, _members(pg).index(src), pg)
+        state[name] = tensor
+    return state
+
+
+def _layout(state: object) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Return the name, dtype and shape of each tensor, or refuse what cannot be sent as one."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"broadcast_state_dict needs a dict of tensors; src passed {state!r}")
+    for name, tensor in state.items():
+        is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if not is_dense or tensor.is_meta or hasattr(tensor, "full_tensor"):
+            raise TypeError(
+                f"broadcast_state_dict needs dense tensors; {name!r} is {type(tensor).__name__}. "
+                "Gather a DTensor with full_tensor() first."
+            )
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()]
+
+
+def _bytes_view(data: object) -> memoryview:
+    """Return `data` as (numel,) bytes, without a copy."""
+    try:
+        return memoryview(data).cast("B")  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(
+            f"gather_bytes needs contiguous bytes on every rank; rank {rank()} passed "
+            f"{type(data).__name__}. Encode it first."
+        ) from error
+
+
+def _saved_state(state: Mapping[str, Any]) -> memoryview:
+    """Return `state` as `torch.save` writes it."""
+    try:
+        return _saved(state).getbuffer()
+    except Exception as error:
+        raise TypeError(
+            f"gather_state_dicts needs a state that serialises; rank {rank()}'s does not: "
+            f"{_describe(error)}. Keep tensors and plain data in it."
+        ) from error
+
+
+def _load_each(where: str, payloads: list[Any], members: list[int]) -> Iterator[dict[str, Any]]:
+    """Load one payload at a time; popping it frees its memory once it is loaded."""
+    payloads.reverse()
+    for src in members:
+        yield _load_payload(where, payloads.pop(), src)
+
+
+def _load_payload(where: str, memory: bytearray | memoryview, src: int) -> Any:
+    """Load what global rank `src` sent, its tensors onto the CPU, running none of its code."""
+    try:
+        file: Any = _MemoryFile(memory)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RuntimeError(
+            f"{where}: what rank {src} sent does not load on rank {rank()}: {_describe(error)}. "
+            "Send tensors and plain data, or allow its classes with "
+            "torch.serialization.add_safe_globals() if you trust them."
+        ) from error
+
+
+class _MemoryFile(io.RawIOBase):
+    """Read memory as a file; `io.BytesIO` over a bytearray would copy it."""
+
+    def __init__(self, memory: bytearray | memoryview) -> None:
+        self._memory = memoryview(memory)
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._memory)}
+        self._position = start[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        part = self._memory[self._position : self._position + len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+
+class _Parcel(NamedTuple):
+    """What this rank brings to an exchange of bytes: (numel,) bytes, or why it has none."""
+
+    memory: memoryview
+    error: BaseException | None = None
+
+
+_NOTHING = _Parcel(memoryview(b""))
+
+
+def _parcel(make: Callable[[], memoryview]) -> _Parcel:
+    """Make the bytes; an error goes through the exchange, since raising would strand the peers."""
+    try:
+        return _Parcel(make())
+    except Exception as error:  # noqa: BLE001 -- raised by _meet
+        return _Parcel(memoryview(b""), error)
+
+
+class _Header(NamedTuple):
+    """What a rank says of itself before anything moves, in `_HEADER_BYTES` bytes."""
+
+    length: int
+    endpoint: int
+    chunk_bytes: int
+    problem: str = ""
+
+    def pack(self) -> bytearray:
+        """Return the header as bytes; the problem's text is cut to what fits."""
+        numbers = struct.pack(_HEADER_NUMBERS, self.length, self.endpoint, self.chunk_bytes)
+        text = self.problem.encode(errors="replace")
+        return bytearray((numbers + text)[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0"))
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> _Header:
+        """Return the header that a rank packed."""
+        data = bytes(packed.tolist())
+        start = struct.calcsize(_HEADER_NUMBERS)
+        text = data[start:].rstrip(b"\0").decode(errors="replace")
+        length, endpoint, chunk_bytes = struct.unpack_from(_HEADER_NUMBERS, data)
+        return cls(length, endpoint, chunk_bytes, text)
+
+
+def _meet(
+    where: str,
+    own: _Parcel,
+    group: ProcessGroup | None,
+    role: str,
+    endpoint: int,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> list[int]:
+    """Exchange what every rank brings; return the lengths by group rank, or raise on every rank.
+
+    `endpoint` is the global rank that sends or receives all, `role` its parameter's name. In this
+    order: this rank's own error; a broken exchange; a peer's error; ranks that disagree; an
+    endpoint or chunks that cannot be.
+    """
+    if rank(group) < 0:
+        raise ValueError(f"{where} is for the ranks of its group only; rank {rank()} is none")
+    header, error = _own_header(where, own, role, endpoint, chunk_bytes)
+    broken = None
+    try:
+        headers = _exchange_headers(header, group)
+    except Exception as exception:  # noqa: BLE001 -- raised below, unless a cause goes first
+        broken = exception
+    if error is not None:
+        raise error
+    if broken is not None:
+        raise _broken(where, broken) from broken
+    _check_headers(where, role, headers, _members(group))
+    return [header.length for header in headers]
+
+
+def _own_header(
+    where: str, own: _Parcel, role: str, endpoint: int, chunk_bytes: int
+) -> tuple[bytearray, BaseException | None]:
+    """Pack this rank's header; what does not pack is an error that the header tells instead."""
+    error = own.error
+    if error is None:
+        try:
+            return _Header(len(own.memory), endpoint, chunk_bytes).pack(), None
+        except struct.error:
+            error = TypeError(
+                f"{where} needs whole numbers; rank {rank()} passed {role}={endpoint!r}, "
+                f"chunk_bytes={chunk_bytes!r}"
+            )
+    return _Header(0, 0, 0, _describe(error)).pack(), error
+
+
+def _exchange_headers(header: bytearray, group: ProcessGroup | None) -> list[_Header]:
+    """Return every rank's header by group rank, this rank's own without peers."""
+    own = torch.frombuffer(header, dtype=torch.uint8)
+    if size(group) == 1:
+        return [_Header.unpack(own)]
+    own = _transported(own, group)
+    packed = [torch.empty_like(own) for _ in range(size(group))]
+    torch.distributed.all_gather(packed, own, group=group)
+    return [_Header.unpack(one) for one in packed]
+
+
+def _check_headers(where: str, role: str, headers: list[_Header], members: list[int]) -> None:
+    """Raise what the headers of all ranks show, which is the same on every rank."""
+    for src, header in zip(members, headers, strict=True):
+        if header.problem:
+            raise RuntimeError(f"{where} failed on rank {src}: {header.problem}")
+    if len({header[1:] for header in headers}) > 1:
+        passed = ", ".join(
+            f"rank {src} {role}={header.endpoint}, chunk_bytes={header.chunk_bytes}"
+            for src, header in zip(members, headers, strict=True)
+        )
+        raise RuntimeError(f"{where} needs the same arguments on every rank; got {passed}")
+    endpoint, chunk_bytes = headers[0].endpoint, headers[0].chunk_bytes
+    if endpoint not in members:
+        raise ValueError(
+            f"{where} needs a {role} in the group, whose global ranks are {members}; got {endpoint}"
+        )
+    if chunk_bytes < 1:
+        raise ValueError(f"{where} needs a chunk_bytes of at least 1; got {chunk_bytes}")
+
+
+def _gather(
+    where: str,
+    own: _Parcel,
+    dst: int,
+    group: ProcessGroup | None,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> list[bytearray | None] | None:
+    """Move every rank's bytes to `dst`: a list by group rank there, None in its own place."""
+    lengths = _meet(where, own, group, "dst", dst, chunk_bytes)
+    if len(lengths) == 1:
+        return [None]
+    with _broken_as(where):
+        if rank() == dst:
+            return _receive(lengths, chunk_bytes, group)
+        for part in _chunks(own.memory, chunk_bytes):
+            torch.distributed.send(_transported(part, group), dst=dst, group=group)
+    return None
+
+
+def _receive(
+    lengths: list[int], chunk_bytes: int, group: ProcessGroup | None
+) -> list[bytearray | None]:
+    """Receive from all peers at once, a chunk of each at a time, into the memory returned."""
+    own = rank(group)
+    received = [
+        None if src == own else _uninitialised(length) for src, length in enumerate(lengths)
+    ]
+    streams = [_chunks(memory or b"", chunk_bytes) for memory in received]
+    for turn in itertools.zip_longest(*streams):
+        parts = {src: part for src, part in enumerate(turn) if part is not None}
+        buffers = {src: _transported(part, group, is_filled=False) for src, part in parts.items()}
+        works: list[Any] = [
+            torch.distributed.irecv(buffer, group_src=src, group=group)
+            for src, buffer in buffers.items()
+        ]
+        for work in works:
+            work.wait()
+        for src, part in parts.items():
+            _copy_back(buffers[src], part)
+    return received
+
+
+def _broadcast_memory(
+    where: str, memory: bytearray | memoryview, src: int, group: ProcessGroup | None
+) -> None:
+    """Send the bytes of group rank `src` into the memory of every other rank, chunk by chunk."""
+    with _broken_as(where):
+        for part in _chunks(memory, _CHUNK_BYTES):
+            _broadcast_tensor(part, src, group)
+
+
+def _broadcast_tensor(tensor: torch.Tensor, src: int, group: ProcessGroup | None) -> None:
+    """Send the (numel,) bytes of group rank `src` into the tensor of every other rank."""
+    is_src = rank(group) == src
+    buffer = _transported(tensor, group, is_filled=is_src)
+    torch.distributed.broadcast(buffer, group_src=src, group=group)
+    if not is_src:
+        _copy_back(buffer, tensor)
+
+
+def _chunks(memory: bytes | bytearray | memoryview, chunk_bytes: int) -> Iterator[torch.Tensor]:
+    """View memory as (numel,) uint8 tensors of at most `chunk_bytes`."""
+    view = memoryview(memory)
+    for start in range(0, len(view), chunk_bytes):
+        yield _as_tensor(view[start : start + chunk_bytes])
+
+
+def _as_tensor(memory: bytearray | memoryview) -> torch.Tensor:
+    """View memory as a (numel,) uint8 tensor."""
+    with warnings.catch_warnings():
+        # A caller's bytes are read-only; what is sent is not written to.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _transported(
+    tensor: torch.Tensor, group: ProcessGroup | None, is_filled: bool = True
+) -> torch.Tensor:
+    """Return `tensor`, or a copy (empty unless filled) where the group cannot carry its device."""
+    device = _transport_device(torch.distributed.get_backend_config(group), tensor.device)
+    if device == tensor.device:
+        return tensor
+    return tensor.to(device) if is_filled else torch.empty_like(tensor, device=device)
+
+
+def _transport_device(backend_config: str, device: torch.device) -> torch.device:
+    """Return the device that a group of these backends carries tensors of `device` on."""
+    if f"{device.type}:" in backend_config:
+        return device
+    if "cpu:" in backend_config:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _copy_back(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a received buffer to where it belongs, unless it was received in place."""
+    if buffer is not tensor:
+        tensor.copy_(buffer)
+
+
+def _members(group: ProcessGroup | None) -> list[int]:
+    """Return the group's global ranks, index = group rank."""
+    return torch.distributed.get_process_group_ranks(group) if is_initialized() else [0]
+
+
+def _uninitialised(length: int) -> bytearray:
+    """Return a bytearray of this length without zeroing it first, as `bytearray(length)` would."""
+    memory: bytearray = _new_bytearray(None, length)
+    return memory
+
+
+# --------------------------------------------------------------------------------------------------
+# 8. How a model is laid out
 # --------------------------------------------------------------------------------------------------
 
 
@@ -900,8 +1496,25 @@ def is_dtensor_sharded(model: nn.Module) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
+def fsdp2_wrap(
+    model: nn.Module,
+    shard_root: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    cpu_offload: bool = False,
+) -> list[nn.Module]:
+    """Shard a causal LM with FSDP2 and return its decoder layers; the old path of this function.
+
+    It belongs to loading a model: `modelopt.torch.utils.plugins.model_load_utils.fsdp2_wrap`, which
+    has the same parameters, says what it does.
+    """
+    # Imported here: that module imports this one.
+    from modelopt.torch.utils import fsdp2_utils
+
+    return fsdp2_utils.fsdp2_wrap(model, shard_root, mp_policy, cpu_offload)
+
+
 # --------------------------------------------------------------------------------------------------
-# 7. Calibrating on every rank
+# 9. Calibrating on every rank
 # --------------------------------------------------------------------------------------------------
 
 
@@ -1179,7 +1792,7 @@ def _attribute_off(owner: Any, name: str) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. One process of a node
+# 10. One process of a node
 # --------------------------------------------------------------------------------------------------
 
 

@@ -102,6 +102,72 @@ def test_every_rank_gets_the_value(cpu_dist_workers: DistributedWorkerPool) -> N
     assert (first.raised, second.raised) == (None, None), (first, second)
 
 
+PLAIN: list[Any] = [None, True, 3, 2.5, "text", b"bytes", [1, (2, None)], {"nested": [2, 3]}]
+
+
+class _Text(str):
+    __slots__ = ()
+
+
+def _nested(depth: int) -> list[Any]:
+    return [_nested(depth - 1)] if depth else []
+
+
+def _exchange_plain(rank: int, size: int) -> tuple[int, int]:
+    """Exchange plain values, then others; return how often `torch.save` ran for each."""
+    saved: list[Any] = []
+    save = torch.save
+
+    def spy(obj: Any, *args: Any, **kwargs: Any) -> None:
+        saved.append(obj)
+        save(obj, *args, **kwargs)
+
+    others: list[Any] = [
+        _Text("a"),
+        {1},
+        [_Text("a")],
+        {"a": 1j},
+        list(range(1000)),
+        _nested(8),
+        range(3),
+    ]
+    with mock.patch.object(torch, "save", spy):
+        for values in PLAIN, others:
+            for value in values:
+                assert broadcast_from("value", lambda: value if rank == 1 else None, 1) == value  # noqa: B023
+                received = all_reduce("value", lambda: value, list)  # noqa: B023
+                assert received == [value, value]
+                assert [type(item) for item in received] == [type(value)] * 2
+                if isinstance(value, (list, dict)):
+                    assert received[rank] is not value
+            saved.append("and then")
+    plain = saved.index("and then")
+    return plain, len(saved) - plain - 2
+
+
+def test_plain_values_travel_as_they_are(cpu_dist_workers: DistributedWorkerPool) -> None:
+    # Seven other values: each rank saves one for all_reduce, the sender one for broadcast_from too.
+    assert cpu_dist_workers.run(_exchange_plain) == [(0, 7), (0, 14)]
+
+
+def _bytes_sent(rank: int, size: int) -> int:
+    sent: list[int] = []
+    gather = torch.distributed.all_gather_object
+
+    def spy(messages: list[Any], message: Any) -> None:
+        sent.append(len(message[2]))
+        gather(messages, message)
+
+    with mock.patch.object(torch.distributed, "all_gather_object", spy):
+        # As the bytes of a picture, within something that is not plain.
+        all_reduce("bytes", lambda: {1: {bytes(range(256)) * 4000}}, list)
+    return sent[0]
+
+
+def test_bytes_within_a_value_travel_as_bytes(cpu_dist_workers: DistributedWorkerPool) -> None:
+    assert max(cpu_dist_workers.run(_bytes_sent)) < 1.01 * 256 * 4000
+
+
 def _rank_outside(rank: int, size: int) -> object:
     return broadcast_from("plan", lambda: 1, rank=2)
 
@@ -128,8 +194,8 @@ def _map_location(rank: int, size: int) -> list[Any]:
         return load(*args, **kwargs)
 
     with mock.patch.object(torch, "load", spy):
-        broadcast_from("value", lambda: 1)
-        all_reduce("value", lambda: 1, list)
+        broadcast_from("value", lambda: torch.ones(1))
+        all_reduce("value", lambda: torch.ones(1), list)
     return seen
 
 
