@@ -40,6 +40,7 @@ RUN, PLAN = f"{UNIT}/test_distributed_run.py", f"{UNIT}/test_distribution_plan.p
 TOGETHER, QUERIES = f"{UNIT}/test_failing_together.py", f"{UNIT}/test_queries.py"
 SHARD, LOOP = f"{UNIT}/test_shard_dataloader.py", f"{UNIT}/test_forward_loop.py"
 LOCK, FSDP2 = f"{UNIT}/test_file_lock.py", f"{UNIT}/test_fsdp2.py"
+LAUNCH = "tests/launch/test_torchrun.py -k one_rank"
 BYTES = f"{UNIT}/test_bytes_and_state_dicts.py"
 
 MUTANTS = [
@@ -184,6 +185,16 @@ MUTANTS = [
     Mutant("abort-loses-buffers", RUN, "                stream.flush()", "                pass"),
     Mutant(
         "abort-unrecorded", RUN, "            _record_for_launcher(error)\n", "            pass\n"
+    ),
+    Mutant(
+        "peers-not-let-first", LAUNCH, "            if _is_of_peer(error):", "            if False:"
+    ),
+    Mutant("own-failure-waits", RUN, "            if _is_of_peer(error):", "            if True:"),
+    Mutant(
+        "only-direct-peer-errors",
+        RUN,
+        "        error = error.__cause__ or error.__context__ if error else None",
+        "        error = None",
     ),
     Mutant(
         "abort-raises-instead", RUN, "        os._exit(exit_code)", "        sys.exit(exit_code)"

@@ -65,8 +65,9 @@ def test_error_of_one_rank_ends_the_job_and_is_shown(tmp_path: Path, case: str, 
     printed = launch.stderr.partition("ChildFailedError")[0]
     assert re.search(rf"Traceback .*\n(.*\n)*?.*{re.escape(error)}", printed)
     # The failing rank's own traceback is in the launcher's summary.
-    assert error in launch.summary
-    assert "Traceback (most recent call last)" in launch.summary
+    assert error in launch.root_cause
+    assert "rank      : 1 " in launch.root_cause
+    assert "Traceback (most recent call last)" in launch.root_cause
     assert "is through" not in launch.stdout
     if case == "raise_in_body":
         assert launch.stdout.count("printed before") == 2
@@ -83,7 +84,8 @@ def test_error_of_every_rank_is_shown_for_each(tmp_path: Path) -> None:
 def test_kill_of_one_rank_ends_the_job_and_is_named(tmp_path: Path, case: str) -> None:
     launch = _torchrun(tmp_path, case)
     assert launch.status == 1
-    assert "Signal 9 (SIGKILL)" in launch.summary
+    assert "Signal 9 (SIGKILL)" in launch.root_cause
+    assert "rank      : 1 " in launch.root_cause
     assert "is through" not in launch.stdout
 
 

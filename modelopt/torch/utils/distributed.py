@@ -96,6 +96,9 @@ P = ParamSpec("P")
 _GPU_RUN_BACKEND = "cpu:gloo,cuda:nccl"
 # An instance attribute: it outlives a `__class__` swap and stays out of `state_dict()`.
 _PLAN_ATTRIBUTE = "_modelopt_distribution_plan"
+# Long enough for a launcher to see which rank ended first: torchrun looks ten times a second.
+_PEER_FIRST_SECONDS = 2.0
+_OF_PEER_ATTRIBUTE = "_modelopt_is_of_peer"
 # A value of exactly these types pickles and loads everywhere; to look at each must stay cheap.
 _PLAIN_TYPES = frozenset({bool, bytes, float, int, str, type(None)})
 _PLAIN_ITEMS = 256
@@ -509,7 +512,8 @@ def abort(exit_code: int = 1) -> NoReturn:
 
     Called from an `except` block. The traceback goes to stderr and to the launcher's error file
     before any socket closes, so that torchrun tears the job down and its summary shows this rank's
-    own error. No `finally`, no `atexit` hook and no destructor runs.
+    own error. No `finally`, no `atexit` hook and no destructor runs. A rank whose error is a peer's
+    failure, as the collectives of this module raise it, lets the launcher see that peer end first.
 
     Raises:
         SystemExit: An exit being handled is re-raised, since it is none of this function's cases.
@@ -525,9 +529,23 @@ def abort(exit_code: int = 1) -> NoReturn:
             with contextlib.suppress(BaseException):
                 stream.flush()
         if error is not None:
+            if _is_of_peer(error):
+                # The launcher ends this rank meanwhile, and does not take it for the root cause.
+                time.sleep(_PEER_FIRST_SECONDS)
             _record_for_launcher(error)
     finally:
         os._exit(exit_code)
+
+
+def _is_of_peer(error: BaseException | None) -> bool:
+    """Tell whether a peer's failure is the error, or led to it."""
+    chain: set[BaseException | None] = {None}
+    while error not in chain:  # somebody may have closed the chain to a ring
+        if getattr(error, _OF_PEER_ATTRIBUTE, False):
+            return True
+        chain.add(error)
+        error = error.__cause__ or error.__context__ if error else None
+    return False
 
 
 def _record_for_launcher(error: BaseException) -> None:
@@ -831,7 +849,7 @@ def _raise_peers_failure(
     """Raise the lowest rank's error, or, where ranks only exit, an exit on every rank."""
     for src, message in messages.items():
         if message.kind == "error":
-            raise RuntimeError(f"{where} failed on rank {src}: {message.content}") from raised
+            raise _peer_error(f"{where} failed on rank {src}: {message.content}") from raised
     if raised is not None:
         raise raised
     for message in messages.values():
@@ -839,9 +857,16 @@ def _raise_peers_failure(
             raise SystemExit(message.content)
 
 
+def _peer_error(message: str) -> RuntimeError:
+    """Return the error of a rank that fails since a peer did, marked as such for `abort`."""
+    error = RuntimeError(message)
+    setattr(error, _OF_PEER_ATTRIBUTE, True)
+    return error
+
+
 def _broken(where: str, error: Exception) -> RuntimeError:
     """Return what a rank raises when a collective itself breaks."""
-    return RuntimeError(
+    return _peer_error(
         f"{where} broke on rank {rank()} of {size()}: {_describe(error)}. A peer died, did not "
         "come within the group's timeout, or is in another collective: see its own output, or set "
         "TORCH_DISTRIBUTED_DEBUG=DETAIL."
@@ -1343,7 +1368,7 @@ def _check_headers(where: str, role: str, headers: list[_Header], members: list[
     """Raise what the headers of all ranks show, which is the same on every rank."""
     for src, header in zip(members, headers, strict=True):
         if header.problem:
-            raise RuntimeError(f"{where} failed on rank {src}: {header.problem}")
+            raise _peer_error(f"{where} failed on rank {src}: {header.problem}")
     if len({header[1:] for header in headers}) > 1:
         passed = ", ".join(
             f"rank {src} {role}={header.endpoint}, chunk_bytes={header.chunk_bytes}"

@@ -537,6 +537,27 @@ def test_abort_is_kept_neither_alive_nor_silent(tmp_path: Path, body: str, print
     assert printed.split(":", maxsplit=1)[0] in recorded
 
 
+def test_abort_lets_the_launcher_see_the_peer_that_failed_first() -> None:
+    peer = mdist._peer_error("failed on rank 1")
+    wrapped, unrelated = ValueError("wrapped"), ValueError("unrelated")
+    wrapped.__cause__ = peer
+    ring = ValueError("ring")
+    ring.__cause__, wrapped.__context__ = ring, unrelated
+    assert mdist._is_of_peer(peer)
+    assert mdist._is_of_peer(wrapped)
+    assert not mdist._is_of_peer(unrelated)
+    assert not mdist._is_of_peer(ring)
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"), [("ValueError()", False), ("mdist._peer_error('x')", True)]
+)
+def test_abort_waits_only_over_a_peers_failure(tmp_path: Path, error: str, waits: bool) -> None:
+    slept = "time.sleep = lambda seconds: print('slept', seconds, flush=True); "
+    done = _abort(tmp_path, f"{slept}raise {error}")
+    assert ("slept 2.0" in done.stdout) == waits
+
+
 def test_abort_outlives_a_record_that_fails(tmp_path: Path) -> None:
     done = _abort(tmp_path, "raise ValueError('boom')", error_file=tmp_path / "none" / "error")
     assert done.returncode == 1
