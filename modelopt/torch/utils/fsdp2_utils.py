@@ -30,7 +30,8 @@ def fsdp2_wrap(
     Every rank of the run must call it, on the same model. A layer is gathered for its forward and
     sharded again after it. Parameters whose dtype differs from the dominant one (by element count),
     such as an fp32 router in a bf16 model, stay whole on every rank, for FSDP2 takes one dtype per
-    group; one warning on rank 0 says how many.
+    group; one warning on rank 0 says how many. Experts that `shard_experts` shared out stay as they
+    are, too: their `_parallel_state` names the group that they are shared out over.
 
     Args:
         model: A causal LM, or a VLM with one for its language part; changed in place.
@@ -63,7 +64,7 @@ def fsdp2_wrap(
         "reshard_after_forward": True,
         "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
-        "ignored_params": _keep_other_dtypes_whole(model, device),
+        "ignored_params": _keep_out(model, device),
     }
     config: Any = getattr(model, "config", None)
     architectures = getattr(config, "architectures", None)
@@ -107,14 +108,16 @@ def _list_as_long_as_the_config_says(decoder: nn.Module) -> nn.ModuleList | None
     return matching[0] if len(matching) == 1 else None
 
 
-def _keep_other_dtypes_whole(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
+def _keep_out(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
     """Return the parameters that FSDP2 must ignore, moved to where they compute."""
+    of_experts = _expert_parallel_parameters(model)
+    rest = [parameter for parameter in model.parameters() if parameter not in of_experts]
     elements: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
+    for parameter in rest:
         elements[parameter.dtype] += parameter.numel()
     [(dominant, _)] = elements.most_common(1)
-    others = {parameter for parameter in model.parameters() if parameter.dtype != dominant}
-    for parameter in others:
+    others = {parameter for parameter in rest if parameter.dtype != dominant}
+    for parameter in others | of_experts:
         # fully_shard moves only what it manages. A model on the meta device is yet to be placed.
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
@@ -124,7 +127,17 @@ def _keep_other_dtypes_whole(model: nn.Module, device: torch.device) -> set[nn.P
             f"model's dominant dtype, {dominant}, and FSDP2 takes one dtype per group.",
             stacklevel=3,
         )
-    return others
+    return others | of_experts
+
+
+def _expert_parallel_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of sharded experts, which are other ones on every rank."""
+    parameters: set[nn.Parameter] = set()
+    for module in model.modules():
+        state: Any = getattr(module, "_parallel_state", None)
+        if state is not None and state.expert_model_parallel_group.is_initialized():
+            parameters.update(module.parameters())
+    return parameters
 
 
 def _compute_device() -> torch.device:
