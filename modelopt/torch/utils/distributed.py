@@ -277,6 +277,10 @@ class DistributedProcessGroup:
         name = type(self).__name__
         return f"{name}(group={self.group}, rank={self.rank()}, world_size={self.world_size()})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedProcessGroup:
+        """Return itself: a process group does not copy, and a copied module works in the same."""
+        return self
+
     @staticmethod
     def get_dist_syncd_obj(
         obj: Any,
@@ -1686,7 +1690,8 @@ def distributed_forward_loop(
     The loop ignores the module it is handed and calls `model`, so that hooks run: FSDP2 and expert
     parallelism gather in them. It runs without gradients over every batch: a mapping as keyword
     arguments, a tuple or list as positional ones, a tensor as one. `config.use_cache` is off
-    meanwhile, in a nested `text_config` too. Progress is shown on rank 0.
+    meanwhile, in a nested `text_config` too. Progress is shown on rank 0. The forwards of sharded
+    experts, which quantizer insertion may drop, are installed again before the first one.
 
     Where the forwards of a run communicate (an expert-parallel or FSDP2-dense plan), every rank
     must call the loop, and ranks whose loaders have different lengths all fail before the first
@@ -1697,12 +1702,14 @@ def distributed_forward_loop(
         model: The top-level model; its plan is read with `distribution_plan`.
         dataloader: This rank's share, such as `shard_dataloader` returns.
         device: Where batches move to, nested containers included; None leaves them.
-        ep_mesh: The mesh that the experts are sharded over, for an expert-parallel plan only.
+        ep_mesh: The mesh that the experts are sharded over, as `shard_experts` took it; for an
+            expert-parallel plan only.
 
     Raises:
         ValueError: An expert-parallel model without its `ep_mesh`, a mesh of another size than the
             plan's `ep_size`, or a mesh for any other model.
-        RuntimeError: The model records no plan in a run of several ranks.
+        RuntimeError: The model records no plan in a run of several ranks; from the loop, its
+            experts are not sharded over `ep_mesh`.
 
     Example:
         >>> loop = distributed_forward_loop(nn.Linear(4, 2), DataLoader(torch.ones(8, 4)))
@@ -1716,6 +1723,13 @@ def distributed_forward_loop(
 
         if is_distributed_run() and (plan.is_expert_parallel or plan.is_fsdp_dense):
             _check_batch_counts(dataloader)
+        if ep_mesh is not None:
+            # Imported here: the plugin imports this module.
+            from modelopt.torch.utils.plugins.expert_parallel import (
+                install_expert_parallel_forwards,
+            )
+
+            install_expert_parallel_forwards(model, ep_mesh)
         with torch.no_grad(), _use_cache_off(getattr(model, "config", None)):
             for batch in tqdm(dataloader, desc="Calibrating", disable=not is_master()):
                 _forward(model, batch if device is None else _to_device(batch, device))
