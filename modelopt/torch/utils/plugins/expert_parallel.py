@@ -137,8 +137,9 @@ def shard_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
         ValueError: The mesh's size does not divide a number of experts; nothing is cut then.
         RuntimeError: The model has no routed experts of this kind, or FSDP2 shards them.
     """
-    for module, share, held in _shares(model, ep_mesh):
-        if held != len(share):
+    _, shares = _shares(model, ep_mesh)
+    for module, share, held in shares:
+        if held == len(share) * ep_mesh.size():
             for tensor in stacked_tensors(module).values():
                 # A copy, for a view would keep all experts in memory.
                 tensor.data = tensor.data[share.start : share.stop].clone()
@@ -158,7 +159,7 @@ def install_expert_parallel_forwards(model: nn.Module, ep_mesh: DeviceMesh) -> N
         ValueError: As `shard_experts`.
         RuntimeError: As `shard_experts`, or this rank holds another number than its share.
     """
-    state, shares = _parallel_state(ep_mesh), _shares(model, ep_mesh)
+    state, shares = _shares(model, ep_mesh)
     for module, share, held in shares:
         if held != len(share):
             raise RuntimeError(
@@ -175,9 +176,9 @@ def install_expert_parallel_forwards(model: nn.Module, ep_mesh: DeviceMesh) -> N
             module.register_forward_hook(_combine, prepend=True)
 
 
-def _shares(model: nn.Module, ep_mesh: DeviceMesh) -> list[tuple[Any, range, int]]:
-    """Return all routed experts, each with its share's global indices and the number it holds."""
-    shares = []
+def _shares(model: nn.Module, ep_mesh: DeviceMesh) -> tuple[Any, list[tuple[Any, range, int]]]:
+    """Return the groups and all routed experts, each with its share's indices and what it holds."""
+    state, shares = _parallel_state(ep_mesh), []
     module: Any
     for module in routed_experts(model).values():
         if is_dtensor_sharded(module):
@@ -186,7 +187,7 @@ def _shares(model: nn.Module, ep_mesh: DeviceMesh) -> list[tuple[Any, range, int
         # Sharded ones are not counted by their weights, which a quantizer may keep otherwise.
         held = module.down_proj.shape[0] if total is None else module.num_experts
         shares.append((module, local_experts(total or module.num_experts, ep_mesh), held))
-    return shares
+    return state, shares
 
 
 def _parallel_state(ep_mesh: DeviceMesh) -> ParallelState:
@@ -195,7 +196,7 @@ def _parallel_state(ep_mesh: DeviceMesh) -> ParallelState:
     of_part: Any = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
     root: Any = getattr(ep_mesh, "_get_root_mesh", lambda: of_part.get_root_mesh(ep_mesh))()
     edp_mesh = root["edp"] if "edp" in (root.mesh_dim_names or ()) else None
-    if ep_mesh.ndim != 1 or (edp_mesh is None and ep_mesh.size() != size()):
+    if ep_mesh.shape != (size(),) if edp_mesh is None else ep_mesh.mesh_dim_names != ("ep",):
         raise ValueError(f"ep_mesh must be expert_parallel_mesh(...)['ep']; got {ep_mesh}")
     edp_group = -1 if edp_mesh is None or edp_mesh.size() == 1 else edp_mesh.get_group()
     return ParallelState(edp_group, expert_model_parallel_group=ep_mesh.get_group())
@@ -204,7 +205,6 @@ def _parallel_state(ep_mesh: DeviceMesh) -> ParallelState:
 # ----------------------------------------------------------------------------- 3. A sharded forward
 
 
-@torch.no_grad()
 def _dispatch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Send every token to the ranks that own its experts, once to each; a forward pre-hook."""
     names = ("hidden_states", "top_k_index", "top_k_weights")
@@ -225,7 +225,6 @@ def _dispatch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return (tokens[mine.nonzero()[:, 0]], index[mine][:, None], weights[mine][:, None]), {}
 
 
-@torch.no_grad()
 def _combine(module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
     """Send every token's sum back to its rank; a forward hook. The order of the sums is fixed."""
     goes, mine, (sent, received) = vars(module).pop("_expert_parallel_trip")

@@ -141,7 +141,7 @@ def _ranks_of(group: DistributedProcessGroup) -> list[int]:
 
 
 def _four_ranks(ep_size: int, rank: int, size: int) -> None:
-    mesh = _mesh(size, ep_size)
+    mesh, halves = _mesh(size, ep_size), _mesh(size)
     for name in MODELS:
         whole, model = _built(name)
         shard_experts(model, mesh)
@@ -156,6 +156,10 @@ def _four_ranks(ep_size: int, rank: int, size: int) -> None:
             assert not state.tensor_parallel_group.is_initialized()
             if ep_size == size:
                 assert state.data_parallel_group.group == -1
+                # Experts that are shared out over one mesh are not cut again over another.
+                with pytest.raises(RuntimeError, match="rank's 4 experts; it holds 2"):
+                    shard_experts(module, halves)
+                assert len(module.down_proj) == 2
             else:
                 assert _ranks_of(state.data_parallel_group) == [rank % 2, rank % 2 + 2]
 
@@ -572,11 +576,9 @@ def _refused(rank: int, size: int) -> None:
     for call in (shard_experts, install_expert_parallel_forwards):
         with pytest.raises(RuntimeError, match="no routed experts"):
             call(nn.Linear(2, 2), mesh["ep"])
-    # A mesh that leaves the other ranks unsaid, or says too much.
-    for wrong in (mesh, mesh["edp"]):
-        model = nn.Sequential(_StackedExperts(), _StackedExperts(2, 2, 4))
-        with pytest.raises((ValueError, RuntimeError)):
-            install_expert_parallel_forwards(model, wrong)
+    for wrong in (mesh, mesh["edp"], torch.distributed.init_device_mesh("cpu", (1, 2))):
+        with pytest.raises(ValueError, match="ep_mesh must be expert_parallel_mesh"):
+            shard_experts(_StackedExperts(), wrong)
     alone = torch.distributed.init_device_mesh("cpu", (2,))
     _, model = _built("qwen3_moe")
     shard_experts(model, alone)
