@@ -6,15 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from _test_utils.torch.distributed.utils import DistributedWorkerPool, launch_environment
+from _test_utils.torch.distributed.utils import cpu_dist_workers, launch_environment
 
-
-@pytest.fixture(scope="session")
-def cpu_dist_workers() -> Iterator[DistributedWorkerPool]:
-    """Two gloo ranks, which the tests of this pytest process share."""
-    pool = DistributedWorkerPool(2, backend="gloo")
-    yield pool
-    pool.shutdown()
+__all__ = ["cpu_dist_workers", "fail_on_distributed_leaks", "launch_port"]
 
 
 @pytest.fixture(autouse=True)

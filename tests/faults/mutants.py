@@ -622,7 +622,11 @@ MUTANTS = [
         "fsdp2_utils.py",
     ),
     Mutant(
-        "other-dtypes-sharded", FSDP2, "    return others\n", "    return set()\n", "fsdp2_utils.py"
+        "other-dtypes-sharded",
+        FSDP2,
+        "return others | of_experts",
+        "return of_experts",
+        "fsdp2_utils.py",
     ),
     Mutant(
         "warns-everywhere",

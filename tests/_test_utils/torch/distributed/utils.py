@@ -32,12 +32,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 __all__ = [
     "DistributedWorkerPool",
     "bounded_collectives",
+    "cpu_dist_workers",
     "default_worker_teardown",
     "launch_environment",
 ]
@@ -243,6 +245,14 @@ class DistributedWorkerPool:
             lines = [f"{what} failed on rank {', '.join(failed)} of {self.world_size} ranks."]
             lines += [f"Rank {r} {o.problem or 'returned.'}" for r, o in enumerate(outcomes)]
             raise RuntimeError("\n".join(lines))
+
+
+@pytest.fixture(scope="session")
+def cpu_dist_workers() -> Iterator[DistributedWorkerPool]:
+    """Two gloo ranks, which the tests of a pytest process share."""
+    pool = DistributedWorkerPool(2, backend="gloo")
+    yield pool
+    pool.shutdown()
 
 
 class _Worker:

@@ -572,6 +572,7 @@ def _stay_away(collective: str, fails_itself: str, rank: int, size: int) -> Outc
         return 1
 
     with bounded_collectives(timedelta(seconds=1)):
+        torch.distributed.barrier()  # connected
         if rank == 0:
             time.sleep(2)  # away, but alive: the peer must time out by itself
             return None

@@ -211,7 +211,7 @@ def test_dominant_dtype_is_that_of_most_elements() -> None:
     # Of most parameters it is the other one.
     model = nn.Sequential(nn.Linear(64, 64, bias=False).bfloat16(), nn.LayerNorm(64))
     with pytest.warns(UserWarning, match=r"keeps 2 parameters whole .* torch.bfloat16"):
-        others = fsdp2_utils._keep_other_dtypes_whole(model, torch.device("cpu"))
+        others = fsdp2_utils._keep_out(model, torch.device("cpu"))
     assert others == set(model[1].parameters())
 
 
