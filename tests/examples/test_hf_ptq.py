@@ -156,6 +156,7 @@ def test_two_ranks_and_one_process_write_the_same_checkpoint(
     assert one_process.table["ranks"] == "1 on cpu, replicate"
 
 
+@pytest.mark.slow
 def test_sharded_model_gives_the_same_checkpoint(
     model_folder: Path, two_ranks: Job, tmp_path: Path
 ) -> None:
@@ -329,6 +330,7 @@ def test_scale_is_never_zero(dtype: torch.dtype) -> None:
 # ----------------------------------------------------------------------------------- bad input
 
 
+@pytest.mark.slow
 def test_existing_export_is_refused_by_all_ranks_before_any_work(
     tmp_path: Path, two_ranks: Job
 ) -> None:
@@ -469,6 +471,7 @@ def test_batch_size_is_what_free_memory_bears(
 # ------------------------------------------------------------------------------ the destination
 
 
+@pytest.mark.slow
 def test_failed_write_ends_all_ranks_and_leaves_the_old_checkpoint(
     tmp_path: Path, two_ranks: Job
 ) -> None:

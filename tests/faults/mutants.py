@@ -853,7 +853,7 @@ def _noticed_by(mutant: Mutant) -> list[str]:
         if text.count(mutant.line) != 1:
             raise SystemExit(f"{mutant.name}: {text.count(mutant.line)} places match, not one")
         module.write_text(text.replace(mutant.line, mutant.broken))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "", "-p", "no:cacheprovider"]
         environment = {**os.environ, "PYTHONPATH": folder, "TMPDIR": folder}
         try:
             done = subprocess.run(

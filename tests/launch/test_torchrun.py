@@ -52,8 +52,8 @@ def _torchrun(tmp_path: Path, *arguments: str, **environment: str) -> Launch:
     ("case", "error"),
     [
         ("raise_in_body", "ValueError: boom of rank 1"),
-        ("raise_unprintable", "UnprintableError"),
-        ("raise_in_all_reduce", "ZeroDivisionError"),
+        pytest.param("raise_unprintable", "UnprintableError", marks=pytest.mark.slow),
+        pytest.param("raise_in_all_reduce", "ZeroDivisionError", marks=pytest.mark.slow),
         ("raise_in_broadcast", "KeyError: 'missing'"),
         ("interrupt_one", "KeyboardInterrupt"),
     ],
@@ -74,13 +74,21 @@ def test_error_of_one_rank_ends_the_job_and_is_shown(tmp_path: Path, case: str, 
         assert launch.stderr.count("logged before") == 2
 
 
+@pytest.mark.slow
 def test_error_of_every_rank_is_shown_for_each(tmp_path: Path) -> None:
     launch = _torchrun(tmp_path, "raise_in_every_rank")
     assert launch.status == 1
     assert re.search(r"ValueError: boom of rank \d", launch.root_cause)
 
 
-@pytest.mark.parametrize("case", ["kill_in_body", "kill_in_all_reduce", "kill_in_broadcast"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("kill_in_body", marks=pytest.mark.slow),
+        "kill_in_all_reduce",
+        pytest.param("kill_in_broadcast", marks=pytest.mark.slow),
+    ],
+)
 def test_kill_of_one_rank_ends_the_job_and_is_named(tmp_path: Path, case: str) -> None:
     launch = _torchrun(tmp_path, case)
     assert launch.status == 1
@@ -92,10 +100,10 @@ def test_kill_of_one_rank_ends_the_job_and_is_named(tmp_path: Path, case: str) -
 @pytest.mark.parametrize(
     ("case", "is_success", "text"),
     [
-        ("exit_0", True, ""),
+        pytest.param("exit_0", True, "", marks=pytest.mark.slow),
         ("exit_empty", True, ""),
-        ("exit_3", False, "exitcode  : 3"),
-        ("exit_text", False, "no calibration data"),
+        pytest.param("exit_3", False, "exitcode  : 3", marks=pytest.mark.slow),
+        pytest.param("exit_text", False, "no calibration data", marks=pytest.mark.slow),
         ("exit_in_broadcast", False, "no such model"),
     ],
 )
@@ -110,13 +118,21 @@ def test_exit_of_every_rank_is_the_status_of_the_job(
     assert "failed:" not in launch.stderr
 
 
-@pytest.mark.parametrize("way", ["_run", "_run_twenty", "_run_in_the_callers_group"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("_run", marks=pytest.mark.slow),
+        "_run_twenty",
+        pytest.param("_run_in_the_callers_group", marks=pytest.mark.slow),
+    ],
+)
 def test_run_that_ends_leaves_the_rest_of_the_script_to_go_on(tmp_path: Path, way: str) -> None:
     launch = _torchrun(tmp_path, "finish", way)
     assert launch.status == 0, launch.stderr
     assert launch.stdout.count("is through") == 2
 
 
+@pytest.mark.slow
 def test_error_in_the_callers_group_still_ends_the_job(tmp_path: Path) -> None:
     launch = _torchrun(tmp_path, "raise_in_body", "_run_in_the_callers_group")
     assert launch.status == 1

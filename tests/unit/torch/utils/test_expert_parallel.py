@@ -164,6 +164,7 @@ def _four_ranks(ep_size: int, rank: int, size: int) -> None:
                 assert _ranks_of(state.data_parallel_group) == [rank % 2, rank % 2 + 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_four_ranks_share_experts_out_in_one_set_or_in_two(
     four_ranks: DistributedWorkerPool, ep_size: int

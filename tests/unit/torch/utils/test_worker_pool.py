@@ -193,6 +193,7 @@ def _exit_and_leave_a_child(rank: int, size: int) -> None:
         os._exit(7)
 
 
+@pytest.mark.slow
 def test_run_reports_a_rank_that_dies_and_leaves_a_child(pool: DistributedWorkerPool) -> None:
     report = _failure(pool, _exit_and_leave_a_child, seconds=4.0)
     assert "failed on rank 1 of 2 ranks.\nRank 0 returned.\nRank 1 died with exit code 7." in report
@@ -209,6 +210,7 @@ def _hang(rank: int, size: int) -> None:
     _sleep_for_good()
 
 
+@pytest.mark.slow
 def test_run_reports_a_hang_with_every_stack(
     pool: DistributedWorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,7 @@ def _fail_beside_a_hang(rank: int, size: int) -> None:
     _sleep_for_good()
 
 
+@pytest.mark.slow
 def test_run_gives_peers_of_a_failure_a_short_grace(pool: DistributedWorkerPool) -> None:
     report = _failure(pool, _fail_beside_a_hang)
     assert "_UnloadableError: no such shape of 3" in report
@@ -251,6 +254,7 @@ def test_run_replaces_a_rank_that_died_between_jobs(
     assert _all_gone(before)
 
 
+@pytest.mark.slow
 def test_run_interrupted_leaves_no_answer_to_the_next_job(
     pool: DistributedWorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +329,7 @@ def _leave_a_collective_unfinished(rank: int, size: int) -> None:
         dist.barrier(async_op=True)
 
 
+@pytest.mark.slow
 def test_run_replaces_ranks_that_are_out_of_step(pool: DistributedWorkerPool) -> None:
     before = pool.run(_all_reduced_pid)
     pool.run(_leave_a_collective_unfinished)
@@ -352,6 +357,7 @@ def _fail_teardown() -> None:
     raise OSError("no such state")
 
 
+@pytest.mark.slow
 def test_shutdown_reports_a_teardown_that_fails() -> None:
     pool = DistributedWorkerPool(1, "gloo", _fail_teardown)
     pids = pool.run(_all_reduced_pid)
@@ -379,6 +385,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("killed", -9), ("exits", 0)])
 def test_ranks_end_with_the_pools_process(tmp_path: Path, how: str, code: int) -> None:
     script = tmp_path / "script.py"
