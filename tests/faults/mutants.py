@@ -443,10 +443,7 @@ MUTANTS = [
         '    lengths = _meet(where, own, group, "src", src) if size(group) > 1 else [0]\n',
     ),
     Mutant(
-        "allgather-loads-own",
-        BYTES,
-        "items.append(obj if is_own else",
-        "items.append(obj if False else",
+        "allgather-loads-own", BYTES, "        obj if src == rank() else _load", "        _load"
     ),
     Mutant("any-reduction", BYTES, '    if reduction != "sum":', "    if False:"),
     Mutant(

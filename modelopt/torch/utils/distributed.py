@@ -1007,13 +1007,17 @@ def allgather(obj: T, group: ProcessGroup | None = None) -> list[T]:
     members = _members(group)
     own = _parcel(lambda: _saved(obj).getbuffer())
     lengths = _meet("allgather", own, group, "src", members[0])
-    items: list[T] = []
-    for src, length in enumerate(lengths):
-        memory = own.memory if src == rank(group) else _uninitialised(length)
+    memories = [
+        own.memory if src == rank(group) else _uninitialised(length)
+        for src, length in enumerate(lengths)
+    ]
+    # All are sent before any is loaded: one that does not load must not leave the peers waiting.
+    for src, memory in enumerate(memories):
         _broadcast_memory("allgather", memory, src, group)
-        is_own = src == rank(group)
-        items.append(obj if is_own else _load_payload("allgather", memory, members[src]))
-    return items
+    return [
+        obj if src == rank() else _load_payload("allgather", memory, src)
+        for src, memory in zip(members, memories, strict=True)
+    ]
 
 
 def allreduce(obj: T, reduction: str = "sum", group: ProcessGroup | None = None) -> T:

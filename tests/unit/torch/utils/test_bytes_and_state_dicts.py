@@ -445,6 +445,20 @@ def _hostile_of_one(folder: str) -> Any:
     return list(gather_state_dicts({"x": _Hostile(folder)}, 0))
 
 
+def _allgather_what_the_first_rank_cannot_give(rank: int, size: int) -> Outcome:
+    return bounded_outcome(rank, size, lambda *_: allgather(slice(0) if rank == 0 else rank))
+
+
+def test_object_that_does_not_load_leaves_the_ranks_in_step(
+    three_workers: DistributedWorkerPool,
+) -> None:
+    first, *others = three_workers.run(_allgather_what_the_first_rank_cannot_give)
+    assert (first.raised, first.value[1:]) == (None, [1, 2])
+    for outcome in others:
+        assert outcome.raised == "RuntimeError"
+        assert "what rank 0 sent does not load" in outcome.text
+
+
 def test_one_process_loads_its_own_state_the_same_way(tmp_path: Path) -> None:
     state = {"x": torch.ones(2)}
     [loaded] = gather_state_dicts(state, 0)
