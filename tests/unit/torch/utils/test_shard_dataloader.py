@@ -47,6 +47,10 @@ class _Stream(IterableDataset[int]):
             yield index
 
 
+def _collate(samples: list[int]) -> list[int]:
+    return samples
+
+
 def _batches(loader: DataLoader[Any], world_size: int) -> list[list[list[int]]]:
     """Return each rank's batches."""
     shares = [shard_dataloader(loader, rank, world_size) for rank in range(world_size)]
@@ -78,7 +82,10 @@ def test_every_sample_is_seen_and_counts_are_equal(
 @pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("dataset", [_Numbers, _Stream])
 def test_workers_take_their_share_of_the_rank(dataset: Any, count: int, workers: int) -> None:
-    loader: DataLoader[Any] = DataLoader(dataset(count), batch_size=2, num_workers=workers)
+    # Lists, for tensors would travel in shared memory.
+    loader: DataLoader[Any] = DataLoader(
+        dataset(count), batch_size=2, num_workers=workers, collate_fn=_collate
+    )
     _check_shares(_batches(loader, 2), count)
 
 
@@ -111,10 +118,6 @@ def test_shuffle_goes_on_in_one_order_of_all_ranks_until_set_epoch() -> None:
 
 def test_order_is_kept_without_shuffle() -> None:
     assert _batches(DataLoader(_Numbers(4), batch_size=1), 2) == [[[0], [2]], [[1], [3]]]
-
-
-def _collate(samples: list[int]) -> list[int]:
-    return samples
 
 
 def _init_worker(_worker: int) -> None:
