@@ -281,7 +281,10 @@ def check_export(export: Path, source: Path | None, overwrite: bool) -> None:
 
 @contextmanager
 def checkpoint_of(source: Path | None, is_moe: bool) -> Iterator[Path]:
-    """Yield a checkpoint folder: the source, or what rank 0 writes of it for the time being."""
+    """Yield a checkpoint folder: the source, or what rank 0 writes of it for the time being.
+
+    The latter is for the ranks of one node; those of several need a folder that they share.
+    """
     if source and source.suffix != ".gguf":
         yield source
         return
