@@ -220,6 +220,10 @@ def older_helpers(state: Any, folder: Path) -> None:
         ),
         "lock": dist.allgather(acquired),
     }
+    dist.cleanup()
+    result["group after cleanup"] = dist.is_initialized()
+    dist.setup(TIMEOUT, backend="gloo")
+    dist.barrier()
     torch.save(result, folder / f"older_helpers-{state.world_size}-{state.rank}.pt")
 
 
