@@ -42,6 +42,7 @@ SHARD, LOOP = f"{UNIT}/test_shard_dataloader.py", f"{UNIT}/test_forward_loop.py"
 LOCK, FSDP2 = f"{UNIT}/test_file_lock.py", f"{UNIT}/test_fsdp2.py"
 LAUNCH = "tests/launch/test_torchrun.py -k one_rank"
 BYTES = f"{UNIT}/test_bytes_and_state_dicts.py"
+EXPERTS = f"{UNIT}/test_expert_parallel.py -k no_token"
 
 MUTANTS = [
     # Where am I
@@ -803,6 +804,31 @@ MUTANTS = [
         LOOP,
         "if is_distributed_run() and (plan.is_expert_parallel or plan.is_fsdp_dense):",
         "if is_distributed_run():",
+    ),
+    Mutant(
+        "experts-without-tokens-pass",
+        EXPERTS,
+        "            _check_experts_saw_tokens(model)",
+        "            pass",
+    ),
+    Mutant(
+        "experts-that-do-not-collect-fail",
+        EXPERTS,
+        'getattr(child, "_if_calib", False)',
+        'getattr(child, "_if_calib", True)',
+    ),
+    Mutant(
+        "experts-that-none-needs-fail",
+        EXPERTS,
+        "        if name not in idle_everywhere",
+        "        if True",
+    ),
+    Mutant(
+        "experts-of-an-earlier-loop-count",
+        EXPERTS,
+        "module._rows_seen = len(share), state, 0",
+        "module._rows_seen = len(share), state, getattr(module, '_rows_seen', 0)",
+        "plugins/expert_parallel.py",
     ),
     Mutant("progress-everywhere", LOOP, "disable=not is_master()", "disable=False"),
     Mutant("progress-nowhere", LOOP, "disable=not is_master()", "disable=True"),

@@ -1713,7 +1713,8 @@ def distributed_forward_loop(
         ValueError: An expert-parallel model without its `ep_mesh`, a mesh of another size than the
             plan's `ep_size`, or a mesh for any other model.
         RuntimeError: The model records no plan in a run of several ranks; from the loop, its
-            experts are not sharded over `ep_mesh`.
+            experts are not sharded over `ep_mesh`, or quantizers of a rank's experts saw no token
+            of all the data while others' did (on every rank, with the names).
 
     Example:
         >>> loop = distributed_forward_loop(nn.Linear(4, 2), DataLoader(torch.ones(8, 4)))
@@ -1737,6 +1738,8 @@ def distributed_forward_loop(
         with torch.no_grad(), _use_cache_off(getattr(model, "config", None)):
             for batch in tqdm(dataloader, desc="Calibrating", disable=not is_master()):
                 _forward(model, batch if device is None else _to_device(batch, device))
+        if ep_mesh is not None:
+            _check_experts_saw_tokens(model)
 
     return forward_loop
 
@@ -1768,6 +1771,37 @@ def _check_batch_counts(dataloader: DataLoader[Any]) -> None:
             "every rank must run the same number of batches, since the forwards communicate; ranks "
             f"0 to {len(counts) - 1} have {counts}. Share the data out with shard_dataloader()."
         )
+
+
+def _check_experts_saw_tokens(model: nn.Module) -> None:
+    """Raise on every rank where quantizers of a rank's experts saw no token while others' did.
+
+    Such a rank has no scale to bring to a collective in which its peers would wait for it.
+    """
+    idle = all_reduce("experts without tokens", lambda: _idle_experts(model), list)
+    idle_everywhere = set.intersection(*map(set, idle))
+    names = [
+        f"{name!r} of rank {src}"
+        for src, names in enumerate(idle)
+        for name in names
+        if name not in idle_everywhere
+    ]
+    if names:
+        raise RuntimeError(
+            "quantizers of sharded experts need a token on every rank, since they synchronise; "
+            f"none came to {', '.join(names)}. Calibrate on more data, or plan a smaller ep_size."
+        )
+
+
+def _idle_experts(model: nn.Module) -> list[str]:
+    """Return by name the sharded experts that got no row and hold quantizers that collect."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if vars(module).get("_rows_seen") == 0
+        # How a quantizer of nvidia-modelopt, the larger library, says that it collects.
+        and any(getattr(child, "_if_calib", False) for child in module.children())
+    ]
 
 
 def _forward(model: nn.Module, batch: Any) -> None:
@@ -1903,8 +1937,8 @@ class FileLock:
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Release the lock if this process holds it."""
         self.release()

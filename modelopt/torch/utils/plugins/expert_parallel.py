@@ -168,7 +168,7 @@ def install_expert_parallel_forwards(model: nn.Module, ep_mesh: DeviceMesh) -> N
             )
     for module, share, _ in shares:
         vars(module).setdefault(_TOTAL_ATTRIBUTE, module.num_experts)
-        module.num_experts, module._parallel_state = len(share), state
+        module.num_experts, module._parallel_state, module._rows_seen = len(share), state, 0
         if _dispatch not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_dispatch, with_kwargs=True)
         if _combine not in module._forward_hooks.values():
@@ -221,6 +221,7 @@ def _dispatch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     index = index - group.rank() * held
     # (rows, top k): pairs of a peer's expert are left out, for every row counts in a calibration.
     mine = (index >= 0) & (index < held)
+    module._rows_seen += sum(counts[1])
     module._expert_parallel_trip = goes, mine, counts
     return (tokens[mine.nonzero()[:, 0]], index[mine][:, None], weights[mine][:, None]), {}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed
 import transformers
+from _test_utils.torch.distributed.ranks import bounded_outcome
 from _test_utils.torch.distributed.utils import DistributedWorkerPool
 from torch import nn
 from torch.utils.data import DataLoader
@@ -476,6 +477,49 @@ def _looped(rank: int, size: int) -> None:
 
 def test_forward_loop_installs_the_forwards_again(cpu_dist_workers: DistributedWorkerPool) -> None:
     cpu_dist_workers.run(_looped)
+
+
+class _Collecting(nn.Module):
+    """A quantizer that collects, as far as the loop looks at it."""
+
+    _if_calib = True
+
+
+def _routed_to(change: Callable[[torch.Tensor], torch.Tensor], _module: Any, args: Any) -> Any:
+    hidden, index, weights = args
+    return hidden, change(index), weights
+
+
+def _starved(rank: int, size: int) -> None:
+    _, model = _built("qwen3_moe")
+    plan = DistributionPlan(size, ep_size=2)
+    mesh = expert_parallel_mesh(plan, "cpu")["ep"]
+    shard_experts(model, mesh)
+    set_distribution_plan(model, plan)
+    batches: Any = [{"input_ids": _batch(rank)}] * 2
+    loop = distributed_forward_loop(model, DataLoader(batches, batch_size=None), None, mesh)
+    [first, second] = routed_experts(model).values()
+    second.add_module("input_quantizer", _Collecting())
+    loop()
+    # From here on rank 1 gets no token, which hurts only where a quantizer waits for one.
+    to_rank_0 = functools.partial(_routed_to, lambda index: index % 4)
+    first.register_forward_pre_hook(to_rank_0, prepend=True)
+    loop()
+    hook = second.register_forward_pre_hook(to_rank_0, prepend=True)
+    outcome = bounded_outcome(rank, size, lambda *_: loop())
+    assert outcome.raised == "RuntimeError"
+    assert "none came to 'model.layers.1.mlp.experts' of rank 1. " in outcome.text
+    # No rank misses what none got.
+    hook.remove()
+    to_no_rank = functools.partial(_routed_to, lambda index: torch.full_like(index, NUM_EXPERTS))
+    second.register_forward_pre_hook(to_no_rank, prepend=True)
+    loop()
+
+
+def test_forward_loop_fails_on_every_rank_where_quantized_experts_saw_no_token(
+    cpu_dist_workers: DistributedWorkerPool,
+) -> None:
+    cpu_dist_workers.run(_starved)
 
 
 # ---------------------------------------------------------------------------------- What is refused
