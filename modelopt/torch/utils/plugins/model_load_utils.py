@@ -22,13 +22,8 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
-from modelopt.torch.utils.distributed import (
-    all_reduce,
-    is_initialized,
-    set_distribution_plan,
-    size,
-)
-from modelopt.torch.utils.fsdp2_utils import decoder_layers, fsdp2_wrap
+from modelopt.torch.utils.distributed import all_reduce, set_distribution_plan, size
+from modelopt.torch.utils.fsdp2_utils import fsdp2_wrap
 from modelopt.torch.utils.plugins.expert_parallel import (
     expert_parallel_mesh,
     routed_experts,
@@ -119,8 +114,6 @@ def _check_plan(folder: Path, plan: DistributionPlan, settings: dict[str, Any]) 
         raise ValueError(
             f"world_size ({plan.world_size}) must be the number of live ranks ({size()})"
         )
-    if plan.is_fsdp_dense and not is_initialized():
-        raise RuntimeError("dense='fsdp' needs a process group; call this inside distributed_run()")
     _files(folder)
     trust = {"trust_remote_code": settings.get("trust_remote_code")}
     config: Any = transformers.AutoConfig.from_pretrained(folder, **trust)
@@ -128,8 +121,6 @@ def _check_plan(folder: Path, plan: DistributionPlan, settings: dict[str, Any]) 
     with torch.device("meta"):
         # A copy, for what the config leaves open is written into it here.
         model = auto.from_config(copy.deepcopy(config), **trust)
-    if plan.is_fsdp_dense:
-        decoder_layers(model)
     experts: Any
     for name, experts in (routed_experts(model) if plan.is_expert_parallel else {}).items():
         if experts.num_experts % plan.ep_size:

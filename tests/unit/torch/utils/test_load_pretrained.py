@@ -107,7 +107,7 @@ def _assert_same_parameters(model: Any, whole: Any, ep_mesh: Any) -> None:
 
 def _loads_by(folder: Path, ep_size: int, dense: str, is_exact: bool, rank: int, size: int) -> None:
     plan = DistributionPlan(size, ep_size=ep_size, dense=dense)
-    ep_mesh = expert_parallel_mesh(plan, "cpu")["ep"] if plan.is_expert_parallel else None
+    ep_mesh: Any = expert_parallel_mesh(plan, "cpu")["ep"] if plan.is_expert_parallel else None
     model, whole = load_pretrained(folder, plan, "cpu", ep_mesh=ep_mesh), _whole_model(folder)
     assert distribution_plan(model) == plan
     assert is_fsdp2_model(model) == plan.is_fsdp_dense
@@ -118,6 +118,10 @@ def _loads_by(folder: Path, ep_size: int, dense: str, is_exact: bool, rank: int,
     assert model.name_or_path == str(folder)
     assert model.generation_config.max_new_tokens == 7
     _assert_same_parameters(model, whole, ep_mesh)
+    experts: Any
+    for experts in routed_experts(model).values() if ep_mesh else ():
+        group = experts._parallel_state.expert_model_parallel_group.group
+        assert group is ep_mesh.get_group()
     if is_exact:
         with torch.no_grad():
             logits, expected = model(_tokens(rank)).logits, whole(_tokens(rank)).logits
@@ -261,7 +265,7 @@ def _refused(folder: Path, plans: list[DistributionPlan], rank: int, size: int) 
     [
         (
             "qwen3_moe",
-            [DistributionPlan(4, ep_size=2)] * 2,
+            [DistributionPlan(4)] * 2,
             "ValueError",
             r"world_size \(4\) must be the number of live ranks \(2\)",
         ),
@@ -356,10 +360,6 @@ def _calibrates(folder: Path, rank: int, size: int) -> None:
     plan = DistributionPlan(size, ep_size=2, dense="fsdp")
     ep_mesh = expert_parallel_mesh(plan, "cpu")["ep"]
     model = load_pretrained(folder, plan, "cpu", ep_mesh=ep_mesh)
-    experts: Any
-    for experts in routed_experts(model).values():
-        group = experts._parallel_state.expert_model_parallel_group.group
-        assert group is ep_mesh.get_group()
     calls: list[Any] = []
     model.register_forward_hook(lambda *_: calls.append(1))
     with bounded_collectives():
