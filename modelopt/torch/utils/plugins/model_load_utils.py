@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import json
 import re
@@ -119,8 +118,7 @@ def _check_plan(folder: Path, plan: DistributionPlan, settings: dict[str, Any]) 
     config: Any = transformers.AutoConfig.from_pretrained(folder, **trust)
     auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        # A copy, for what the config leaves open is written into it here.
-        model = auto.from_config(copy.deepcopy(config), **trust)
+        model = auto.from_config(config, **trust)
     experts: Any
     for name, experts in (routed_experts(model) if plan.is_expert_parallel else {}).items():
         if experts.num_experts % plan.ep_size:
