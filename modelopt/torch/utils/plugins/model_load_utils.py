@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,20 +174,11 @@ def _laid_out(kind: type[Any], plan: DistributionPlan, ep_mesh: DeviceMesh | Non
         if plan.is_expert_parallel:
             shard_experts(self, ep_mesh)  # type: ignore[arg-type]
         if plan.is_fsdp_dense:
-            _set_final_dtypes(self)
             fsdp2_wrap(self)
         if plan.is_expert_parallel:
             _mark_local_experts(self, ep_mesh)  # type: ignore[arg-type]
 
     return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-
-
-def _set_final_dtypes(model: Any) -> None:
-    """Give the parameters that transformers keeps in float32 that dtype: FSDP2 groups by dtype."""
-    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(model.dtype)]
-    for name, parameter in model.named_parameters():
-        if any(re.search(pattern, name) for pattern in patterns):
-            parameter.data = parameter.data.float()
 
 
 def _mark_local_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:

@@ -333,6 +333,24 @@ def test_load_pretrained_loads_in_one_process(checkpoint: Callable[..., Path]) -
         load_pretrained(folder, DistributionPlan(dense="fsdp"), "cpu")
 
 
+def test_load_pretrained_puts_the_model_on_the_device(checkpoint: Callable[..., Path]) -> None:
+    model = load_pretrained(checkpoint("llama"), DistributionPlan(), torch.device("meta"))
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_load_pretrained_gives_the_text_model_of_a_vlm(tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    config = transformers.Qwen3_5Config(
+        text_config={**SIZES, "layer_types": ["full_attention"] * 3},
+        vision_config={**vision, "out_hidden_size": 32},
+    )
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    model, whole = load_pretrained(tmp_path, DistributionPlan(), "cpu"), _whole_model(tmp_path)
+    assert type(model) is type(whole) is transformers.Qwen3_5ForCausalLM
+    assert type(model.config) is type(whole.config)
+    _assert_same_parameters(model, whole, None)
+
+
 def test_load_pretrained_refuses_a_folder_without_safetensors(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
