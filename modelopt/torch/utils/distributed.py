@@ -33,8 +33,9 @@ import struct
 import sys
 import time
 import traceback
+import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -96,6 +97,8 @@ P = ParamSpec("P")
 _GPU_RUN_BACKEND = "cpu:gloo,cuda:nccl"
 # An instance attribute: it outlives a `__class__` swap and stays out of `state_dict()`.
 _PLAN_ATTRIBUTE = "_modelopt_distribution_plan"
+# Between two looks at a store, of ranks that may arrive within milliseconds or minutes.
+_POLL_SECONDS = 0.01
 # Long enough for a launcher to see which rank ended first: torchrun looks ten times a second.
 _PEER_FIRST_SECONDS = 2.0
 _OF_PEER_ATTRIBUTE = "_modelopt_is_of_peer"
@@ -464,8 +467,8 @@ def setup(timeout: timedelta | None = None, backend: str | None = None) -> None:
 def _rendezvous(timeout: timedelta | None) -> dict[str, Any]:
     """Return the store, rank and world size for a set-up, under a store prefix of its own.
 
-    Without one a later set-up in the same launch could read the addresses that an earlier one left
-    in the store. The store itself counts each rank's set-ups, so that ranks agree on the prefix.
+    Without one a later set-up in the same launch, or in an attempt that the launcher starts anew,
+    could read the addresses that an earlier one left in the store.
     """
     if not os.environ.get("MASTER_ADDR"):
         return {}  # torch's own error names what is missing
@@ -473,9 +476,35 @@ def _rendezvous(timeout: timedelta | None) -> dict[str, Any]:
     address = tuple(os.environ.get(name) for name in names)
     timeout = timeout or torch.distributed.default_pg_timeout
     store, global_rank, world_size = _launch_store(address, timeout)
-    count = store.add(f"modelopt/set-ups of rank {global_rank}", 1)
-    prefixed = torch.distributed.PrefixStore(f"modelopt/run {count}", store)
+    if global_rank == 0:
+        prefix = _new_prefix(store, range(1, world_size), timeout)
+    else:
+        prefix = _prefix_of_rank_0(store, global_rank)
+    prefixed = torch.distributed.PrefixStore(prefix, store)
     return {"store": prefixed, "rank": global_rank, "world_size": world_size}
+
+
+def _new_prefix(store: Any, peers: Iterable[int], timeout: timedelta) -> str:
+    """Make a prefix on rank 0, and tell it to every peer that asks, until each has heard."""
+    prefix, deadline = f"modelopt/{uuid.uuid4()}", time.monotonic() + timeout.total_seconds()
+    while peers := [peer for peer in peers if not store.check([f"{prefix}/heard by {peer}"])]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {peers} did not come within the timeout ({timeout})")
+        for peer in peers:
+            # It may be a peer of an earlier attempt that asked: it is gone, and asks no more.
+            if store.check([f"modelopt/question of {peer}"]):
+                store.set(store.get(f"modelopt/question of {peer}").decode(), prefix)
+        time.sleep(_POLL_SECONDS)
+    return prefix
+
+
+def _prefix_of_rank_0(store: Any, own_rank: int) -> str:
+    """Ask rank 0 for its prefix, by a key that nobody used before."""
+    question = f"modelopt/{uuid.uuid4()}"
+    store.set(f"modelopt/question of {own_rank}", question)
+    prefix: str = store.get(question).decode()
+    store.set(f"{prefix}/heard by {own_rank}", "")
+    return prefix
 
 
 @functools.cache
@@ -517,7 +546,7 @@ def abort(exit_code: int = 1) -> NoReturn:
     Called from an `except` block. The traceback goes to stderr and to the launcher's error file
     before any socket closes, so that torchrun tears the job down and its summary shows this rank's
     own error. No `finally`, no `atexit` hook and no destructor runs. A rank whose error is a peer's
-    failure, as the collectives of this module raise it, lets the launcher see that peer end first.
+    failure, as any collective raises it, lets the launcher see that peer end first.
 
     Raises:
         SystemExit: An exit being handled is re-raised, since it is none of this function's cases.
@@ -545,11 +574,18 @@ def _is_of_peer(error: BaseException | None) -> bool:
     """Tell whether a peer's failure is the error, or led to it."""
     chain: set[BaseException | None] = {None}
     while error not in chain:  # somebody may have closed the chain to a ring
-        if getattr(error, _OF_PEER_ATTRIBUTE, False):
+        if getattr(error, _OF_PEER_ATTRIBUTE, False) or _is_of_transport(error):
             return True
         chain.add(error)
         error = error.__cause__ or error.__context__ if error else None
     return False
+
+
+def _is_of_transport(error: BaseException | None) -> bool:
+    """Tell whether a bare collective of torch broke, such as one in a model's forward."""
+    # gloo raises no type of its own; its errors start with its source file.
+    is_of_gloo = type(error) is RuntimeError and "gloo/transport/" in str(error)
+    return is_of_gloo or isinstance(error, torch.distributed.DistError)
 
 
 def _record_for_launcher(error: BaseException) -> None:
