@@ -40,7 +40,8 @@ RUN, PLAN = f"{UNIT}/test_distributed_run.py", f"{UNIT}/test_distribution_plan.p
 TOGETHER, QUERIES = f"{UNIT}/test_failing_together.py", f"{UNIT}/test_queries.py"
 SHARD, LOOP = f"{UNIT}/test_shard_dataloader.py", f"{UNIT}/test_forward_loop.py"
 LOCK, FSDP2 = f"{UNIT}/test_file_lock.py", f"{UNIT}/test_fsdp2.py"
-LAUNCH = "tests/launch/test_torchrun.py -k one_rank"
+FAULT = "tests/faults/test_faults.py::test_fault_ends_the_job_in_time_and_is_shown"
+LAUNCH = f"{FAULT}[raise-all_reduce-1of2] {FAULT}[raise-broadcast-1of2]"
 BYTES = f"{UNIT}/test_bytes_and_state_dicts.py"
 
 MUTANTS = [
@@ -149,7 +150,21 @@ MUTANTS = [
     ),
     Mutant("no-store-prefix", RUN, 'return {"store": prefixed', 'return {"store": store'),
     Mutant("connects-for-torchs-timeout", RUN, '"env://", timeout=timeout', '"env://"'),
-    Mutant("same-store-prefix", RUN, 'f"modelopt/run {count}"', '"modelopt/run"'),
+    Mutant("same-store-prefix", RUN, 'f"modelopt/{uuid.uuid4()}", time', '"modelopt/run", time'),
+    Mutant("same-question", RUN, 'question = f"modelopt/{uuid.uuid4()}"', 'question = "question"'),
+    Mutant(
+        "first-question-only",
+        RUN,
+        "                store.set(store.get(",
+        "                store.check([f'heard {peer}']) or store.set(f'heard {peer}', '') or store.set(store.get(",
+    ),
+    Mutant("nobody-heard", RUN, "    while peers := [peer for", "    if peers := [peer for"),
+    Mutant(
+        "waits-for-peers-forever",
+        RUN,
+        '        if time.monotonic() > deadline:\n            raise RuntimeError(f"ranks',
+        '        if False:\n            raise RuntimeError(f"ranks',
+    ),
     Mutant("rendezvous-required", RUN, "        return {}  #", "        pass  #"),
     Mutant(
         "cleanup-always-waits",
@@ -188,6 +203,14 @@ MUTANTS = [
     ),
     Mutant(
         "peers-not-let-first", LAUNCH, "            if _is_of_peer(error):", "            if False:"
+    ),
+    Mutant("bare-collectives-unseen", RUN, " or _is_of_transport(error):", ":"),
+    Mutant("gloo-unseen", RUN, "    return is_of_gloo or isinstance", "    return isinstance"),
+    Mutant(
+        "torchs-errors-unseen",
+        RUN,
+        "    return is_of_gloo or isinstance(error, torch.distributed.DistError)",
+        "    return is_of_gloo",
     ),
     Mutant("own-failure-waits", RUN, "            if _is_of_peer(error):", "            if True:"),
     Mutant(

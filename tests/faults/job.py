@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a case of matrix.py launches: `job.py CASE FOLDER` runs a rank of it.
+
+The faulty rank fails in the case's place, in whatever way the case says; the others do their part,
+and sooner or later wait for it.
+"""
+
+import atexit
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from faults.matrix import Case
+from torch import nn
+from torch.utils.data import DataLoader
+
+from modelopt.torch.utils.distributed import (
+    DistributionPlan,
+    FileLock,
+    all_reduce,
+    broadcast_from,
+    distributed_forward_loop,
+    distributed_run,
+    gather_bytes,
+    gather_state_dicts,
+    rank,
+    set_distribution_plan,
+    size,
+)
+
+CASE = Case(**json.loads(sys.argv[1]))
+FOLDER = Path(sys.argv[2])
+RANK = int(os.environ["RANK"])
+IS_FAULTY = CASE.faulty in (RANK, None)
+# The rank that sends or combines, where one does.
+ROOT = CASE.faulty or 0
+
+
+class UnprintableError(Exception):
+    """An exception whose text cannot be had."""
+
+    def __str__(self) -> str:
+        """Fail."""
+        raise RuntimeError("no text")
+
+
+# ------------------------------------------------------------------------------------------ Faults
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _signal(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(1)  # until it is delivered
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: 1,
+    "raise": lambda: _raise(ValueError(f"boom of rank {RANK}")),
+    "unprintable": lambda: _raise(UnprintableError()),
+    "memory": lambda: bytearray(1 << 60),
+    "interrupt": partial(_signal, signal.SIGINT),
+    "exit": lambda: sys.exit(3),
+    "exit 0": lambda: sys.exit(0),
+    "exit with a text": lambda: sys.exit("no calibration data"),
+    "exit with ()": lambda: sys.exit(()),  # type: ignore[arg-type]
+    "quit": lambda: os._exit(0),
+    "stop": partial(_signal, signal.SIGSTOP),
+    "away": lambda: time.sleep(3600),
+    **{name: partial(_signal, getattr(signal, name)) for name in ("SIGKILL", "SIGTERM", "SIGABRT")},
+}
+
+
+def fault() -> Any:
+    """Fail on the faulty rank, and say when; elsewhere return a value."""
+    if not IS_FAULTY or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        return 1
+    if CASE.fault != "nothing":
+        stamp = FOLDER / f"stamp-{RANK}"
+        stamp.write_text(str(time.monotonic()))
+        stamp.rename(FOLDER / "fault")
+    return FAULTS[CASE.fault]()
+
+
+# ---------------------------------------------------------------------------------- Places of ours
+
+
+def in_body() -> None:
+    """Before a collective that the others wait in."""
+    fault()
+    all_reduce("batch size", lambda: 1, min)
+
+
+def in_broadcast() -> None:
+    """In the sender's part of a collective."""
+    broadcast_from("plan", fault, rank=ROOT)
+
+
+def in_all_reduce() -> None:
+    """In one rank's part of a collective."""
+    all_reduce("batch size", fault, list)
+
+
+def in_combine() -> None:
+    """When every rank has the values."""
+    all_reduce("batch size", lambda: 1, lambda _values: fault())
+    all_reduce("next", lambda: 1, min)
+
+
+def in_gather_bytes() -> None:
+    """After the first of two chunks was sent, or received."""
+    with _strikes_in_second_call("send"), _strikes_in_second_call("irecv"):
+        gather_bytes(bytes(2000), dst=0, chunk_bytes=1000)
+    all_reduce("next", lambda: 1, min)
+
+
+def _strikes_in_second_call(name: str) -> Any:
+    """Fail in the second call of a function of torch.distributed."""
+    return mock.patch.object(
+        dist, name, mock.Mock(wraps=getattr(dist, name), side_effect=_in_second_call())
+    )
+
+
+def _in_second_call() -> Callable[..., Any]:
+    calls: list[int] = []
+
+    def effect(*_args: Any, **_kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            fault()
+        return mock.DEFAULT  # go on to the function
+
+    return effect
+
+
+class FaultWhenSaved:
+    """A part of a state that strikes when it is serialised."""
+
+    def __reduce__(self) -> tuple[type, tuple[object]]:
+        """Fail."""
+        return str, (fault(),)
+
+
+def in_gather_state_dicts() -> None:
+    """When one rank's state is serialised."""
+    state: dict[str, Any] = {"weight": torch.ones(8)}
+    if IS_FAULTY:
+        state["odd"] = FaultWhenSaved()
+    list(gather_state_dicts(state, dst=0))
+    all_reduce("next", lambda: 1, min)
+
+
+def in_forward_loop() -> None:
+    """In the second forward of a model whose forwards communicate."""
+    forwards: list[int] = []
+
+    def communicate(*_args: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == 2:
+            fault()
+        dist.all_reduce(torch.ones(1))
+
+    model = nn.Linear(4, 2)
+    set_distribution_plan(model, DistributionPlan(size()))
+    model.register_forward_pre_hook(communicate)
+    samples: Any = torch.ones(8, 4)
+    distributed_forward_loop(model, DataLoader(samples, batch_size=2))()
+
+
+def in_export() -> None:
+    """Within a lock, when half a file is written."""
+    if IS_FAULTY:
+        with FileLock(FOLDER / "lock"), (FOLDER / "model.safetensors").open("w") as file:
+            file.write("half of it")
+            file.flush()
+            fault()
+    all_reduce("exported", lambda: 1, min)
+
+
+def in_the_end() -> None:
+    """In the barrier that ends a run."""
+    if IS_FAULTY:
+        mock.patch.object(dist, "barrier", side_effect=fault).start()
+
+
+def elsewhere() -> None:
+    """Nowhere in the body: before the run, or after it."""
+    all_reduce("batch size", lambda: 1, min)
+
+
+def in_different_collectives() -> None:
+    """Nowhere: every rank waits, for they never meet."""
+    (FOLDER / f"waits-{rank()}").touch()
+    if rank() == 0:
+        all_reduce("batch size", lambda: 1, min)
+    else:
+        broadcast_from("plan", lambda: 1)
+
+
+# ------------------------------------------------------------------------- The same places of peers
+
+
+def torch_body() -> None:
+    """Before a collective that the others wait in."""
+    fault()
+    dist.all_gather_object([None] * CASE.ranks, 1)
+
+
+def torch_broadcast() -> None:
+    """Where the sender makes what it sends."""
+    dist.broadcast_object_list([fault() if IS_FAULTY else None], src=ROOT)
+
+
+def torch_all_reduce() -> None:
+    """Where one rank makes what it brings."""
+    dist.all_gather_object([None] * CASE.ranks, fault())
+
+
+def torch_combine() -> None:
+    """When every rank has the values."""
+    dist.all_gather_object([None] * CASE.ranks, 1)
+    torch_body()
+
+
+def torch_gather() -> None:
+    """When one rank's state is serialised."""
+    state = {"weight": torch.ones(8), "odd": FaultWhenSaved() if IS_FAULTY else 0}
+    dist.gather_object(state, [None] * CASE.ranks if RANK == 0 else None)
+    torch_after()
+
+
+def torch_after() -> None:
+    """Meet once more, as the next step of a script would."""
+    dist.all_gather_object([None] * CASE.ranks, 1)
+
+
+def utils_broadcast() -> None:
+    """In the sender's part of a collective."""
+    from torch.distributed import collective_utils
+
+    collective_utils.broadcast(fault, rank=ROOT, pg=dist.group.WORLD)
+
+
+def utils_all_reduce() -> None:
+    """In one rank's part of a collective."""
+    from torch.distributed import collective_utils
+
+    collective_utils.all_gather(fault, pg=dist.group.WORLD)
+
+
+def _dcp() -> Any:
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    return _DistWrapper(None, use_dist=True, coordinator_rank=ROOT)
+
+
+def dcp_broadcast() -> None:
+    """In the sender's part of a collective."""
+    _dcp().broadcast("plan", fault)
+
+
+def dcp_all_reduce() -> None:
+    """In one rank's part of a collective."""
+    _dcp().all_gather("batch size", fault)
+
+
+def dcp_combine() -> None:
+    """Where the coordinator combines the values."""
+    _dcp().all_reduce("batch size", lambda: 1, lambda _values: fault())
+    torch_after()
+
+
+PLACES: dict[str, dict[str, Callable[[], None]]] = {
+    "ours": {
+        "body": in_body,
+        "broadcast": in_broadcast,
+        "all_reduce": in_all_reduce,
+        "combine": in_combine,
+        "gather_bytes": in_gather_bytes,
+        "gather_state_dicts": in_gather_state_dicts,
+        "forward_loop": in_forward_loop,
+        "export": in_export,
+        "end_of_run": in_the_end,
+        "set_up": elsewhere,
+        "after_run": elsewhere,
+        "different_collectives": in_different_collectives,
+    },
+    "torch": {
+        "body": torch_body,
+        "broadcast": torch_broadcast,
+        "all_reduce": torch_all_reduce,
+        "combine": torch_combine,
+        "gather_state_dicts": torch_gather,
+        "set_up": torch_after,
+    },
+    "collective_utils": {"broadcast": utils_broadcast, "all_reduce": utils_all_reduce},
+    "DCP": {"broadcast": dcp_broadcast, "all_reduce": dcp_all_reduce, "combine": dcp_combine},
+}
+
+
+# --------------------------------------------------------------------------------------- The ranks
+
+
+def main() -> None:
+    """Do this rank's part of the case."""
+    torch.set_num_threads(1)
+    (FOLDER / f"rank-{RANK}-{os.getpid()}").touch()
+    print("printed before", end="")
+    logging.warning("logged before")
+    timeout = timedelta(seconds=CASE.timeout_seconds)
+    place = PLACES[CASE.library][CASE.place]
+    if CASE.place == "set_up":
+        fault()
+    if CASE.library != "ours" or CASE.group == "caller":
+        dist.init_process_group("gloo", timeout=timeout)
+    if CASE.library == "ours":
+        for _ in range(CASE.runs):
+            with distributed_run(timeout, "cpu", backend="gloo"):
+                place()
+    else:
+        place()
+    if CASE.group == "caller":
+        all_reduce("alive", lambda: 1, sum)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if CASE.place == "after_run":
+        fault()
+        time.sleep(0 if IS_FAULTY else 3600)
+    print(f"rank {RANK} is through", flush=True)
+
+
+if __name__ == "__main__":
+    if "SLEEP_AT_EXIT" in os.environ:
+        atexit.register(time.sleep, 3600)
+    main()
