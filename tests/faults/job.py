@@ -6,11 +6,13 @@ and sooner or later wait for it.
 """
 
 import atexit
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -78,6 +80,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "exit with a text": lambda: sys.exit("no calibration data"),
     "exit with ()": lambda: sys.exit(()),  # type: ignore[arg-type]
     "quit": lambda: os._exit(0),
+    "lock": threading.Lock,
     "stop": partial(_signal, signal.SIGSTOP),
     "away": lambda: time.sleep(3600),
     **{name: partial(_signal, getattr(signal, name)) for name in ("SIGKILL", "SIGTERM", "SIGABRT")},
@@ -112,6 +115,13 @@ def in_broadcast() -> None:
 def in_all_reduce() -> None:
     """In one rank's part of a collective."""
     all_reduce("batch size", fault, list)
+
+
+def caught() -> None:
+    """In one rank's part of a collective whose failure every rank goes on after."""
+    with contextlib.suppress(Exception):
+        all_reduce("batch size", fault, list)
+    assert all_reduce("next", lambda: RANK, list) == list(range(CASE.ranks))
 
 
 def in_combine() -> None:
@@ -213,81 +223,74 @@ def in_different_collectives() -> None:
 # ------------------------------------------------------------------------- The same places of peers
 
 
-def torch_body() -> None:
-    """Before a collective that the others wait in."""
-    fault()
-    dist.all_gather_object([None] * CASE.ranks, 1)
+def _torch_all_gather(fn: Callable[[], Any]) -> list[Any]:
+    values: list[Any] = [None] * CASE.ranks
+    dist.all_gather_object(values, fn())
+    return values
 
 
-def torch_broadcast() -> None:
-    """Where the sender makes what it sends."""
-    dist.broadcast_object_list([fault() if IS_FAULTY else None], src=ROOT)
+def _torch_body(fn: Callable[[], Any]) -> None:
+    fn()
+    _next_of_torch()
 
 
-def torch_all_reduce() -> None:
-    """Where one rank makes what it brings."""
-    dist.all_gather_object([None] * CASE.ranks, fault())
+def _torch_broadcast(fn: Callable[[], Any]) -> None:
+    dist.broadcast_object_list([fn() if IS_FAULTY else None], src=ROOT)
 
 
-def torch_combine() -> None:
-    """When every rank has the values."""
-    dist.all_gather_object([None] * CASE.ranks, 1)
-    torch_body()
+def _torch_combine(fn: Callable[[], Any]) -> None:
+    _next_of_torch()
+    fn()
+    _next_of_torch()
 
 
-def torch_gather() -> None:
-    """When one rank's state is serialised."""
+def _torch_gather(_fn: Callable[[], Any]) -> None:
     state = {"weight": torch.ones(8), "odd": FaultWhenSaved() if IS_FAULTY else 0}
     dist.gather_object(state, [None] * CASE.ranks if RANK == 0 else None)
-    torch_after()
+    _next_of_torch()
 
 
-def torch_after() -> None:
+def _next_of_torch() -> None:
     """Meet once more, as the next step of a script would."""
-    dist.all_gather_object([None] * CASE.ranks, 1)
+    assert _torch_all_gather(lambda: RANK) == list(range(CASE.ranks))
 
 
-def utils_broadcast() -> None:
-    """In the sender's part of a collective."""
+def _utils_broadcast(fn: Callable[[], Any]) -> None:
     from torch.distributed import collective_utils
 
-    collective_utils.broadcast(fault, rank=ROOT, pg=dist.group.WORLD)
+    collective_utils.broadcast(fn, rank=ROOT, pg=dist.group.WORLD)
 
 
-def utils_all_reduce() -> None:
-    """In one rank's part of a collective."""
+def _utils_all_gather(fn: Callable[[], Any]) -> None:
     from torch.distributed import collective_utils
 
-    collective_utils.all_gather(fault, pg=dist.group.WORLD)
+    collective_utils.all_gather(fn, pg=dist.group.WORLD)
 
 
 def _dcp() -> Any:
+    # Imported here: it costs a second on top of torch, which the others' jobs would pay as well.
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     return _DistWrapper(None, use_dist=True, coordinator_rank=ROOT)
 
 
-def dcp_broadcast() -> None:
-    """In the sender's part of a collective."""
-    _dcp().broadcast("plan", fault)
+def _dcp_combine(fn: Callable[[], Any]) -> None:
+    _dcp().all_reduce("batch size", lambda: 1, lambda _values: fn())
+    _next_of_torch()
 
 
-def dcp_all_reduce() -> None:
-    """In one rank's part of a collective."""
-    _dcp().all_gather("batch size", fault)
+def _caught(collective: Callable[[Callable[[], Any]], object]) -> None:
+    with contextlib.suppress(Exception):
+        collective(fault)
+    _next_of_torch()
 
 
-def dcp_combine() -> None:
-    """Where the coordinator combines the values."""
-    _dcp().all_reduce("batch size", lambda: 1, lambda _values: fault())
-    torch_after()
-
-
-PLACES: dict[str, dict[str, Callable[[], None]]] = {
+PLACES: dict[str, dict[str, Callable[[], object]]] = {
     "ours": {
         "body": in_body,
         "broadcast": in_broadcast,
         "all_reduce": in_all_reduce,
+        "caught": caught,
         "combine": in_combine,
         "gather_bytes": in_gather_bytes,
         "gather_state_dicts": in_gather_state_dicts,
@@ -299,15 +302,25 @@ PLACES: dict[str, dict[str, Callable[[], None]]] = {
         "different_collectives": in_different_collectives,
     },
     "torch": {
-        "body": torch_body,
-        "broadcast": torch_broadcast,
-        "all_reduce": torch_all_reduce,
-        "combine": torch_combine,
-        "gather_state_dicts": torch_gather,
-        "set_up": torch_after,
+        "body": partial(_torch_body, fault),
+        "broadcast": partial(_torch_broadcast, fault),
+        "all_reduce": partial(_torch_all_gather, fault),
+        "combine": partial(_torch_combine, fault),
+        "gather_state_dicts": partial(_torch_gather, fault),
+        "caught": partial(_caught, _torch_all_gather),
+        "set_up": _next_of_torch,
     },
-    "collective_utils": {"broadcast": utils_broadcast, "all_reduce": utils_all_reduce},
-    "DCP": {"broadcast": dcp_broadcast, "all_reduce": dcp_all_reduce, "combine": dcp_combine},
+    "collective_utils": {
+        "broadcast": partial(_utils_broadcast, fault),
+        "all_reduce": partial(_utils_all_gather, fault),
+        "caught": partial(_caught, _utils_all_gather),
+    },
+    "DCP": {
+        "broadcast": lambda: _dcp().broadcast("plan", fault),
+        "all_reduce": lambda: _dcp().all_gather("batch size", fault),
+        "combine": partial(_dcp_combine, fault),
+        "caught": partial(_caught, lambda fn: _dcp().all_gather("batch size", fn)),
+    },
 }
 
 

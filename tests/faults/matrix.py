@@ -34,6 +34,21 @@ ERRORS = {
     "memory": "MemoryError",
     "interrupt": "KeyboardInterrupt",
     "unprintable": "UnprintableError",
+    "lock": "cannot pickle '_thread.lock' object",
+}
+# The places that peers have as well.
+PEERS = {
+    "torch": (
+        "body",
+        "broadcast",
+        "all_reduce",
+        "combine",
+        "gather_state_dicts",
+        "caught",
+        "set_up",
+    ),
+    "collective_utils": ("broadcast", "all_reduce", "caught"),
+    "DCP": ("broadcast", "all_reduce", "combine", "caught"),
 }
 
 
@@ -79,6 +94,11 @@ class Case(NamedTuple):
         is_unseen = self.launcher == "bare" and self.place == "set_up"
         return self.fault in ("stop", "away") or is_lone_exit or is_unseen
 
+    @property
+    def goes_on(self) -> bool:
+        """Tell whether the job ends well nevertheless."""
+        return self.place == "caught" or self.restarts > 0
+
 
 def _cases() -> Iterator[Case]:
     places = ("body", "broadcast", "all_reduce", "combine", "gather_bytes", "gather_state_dicts")
@@ -90,7 +110,11 @@ def _cases() -> Iterator[Case]:
         yield Case("body", fault)
     for place in ("broadcast", "all_reduce", "gather_bytes", "gather_state_dicts", "forward_loop"):
         yield Case(place, "memory")
-    yield Case("all_reduce", "exit")
+    for fault in ("exit", "interrupt", "lock"):
+        yield Case("all_reduce", fault)
+    yield Case("broadcast", "lock")
+    yield Case("caught", "raise")
+    yield Case("caught", "lock")
     for place in ("set_up", "body"):
         yield Case(place, "away")
     yield Case("body", "stop")

@@ -31,10 +31,12 @@ import operator
 import os
 import struct
 import sys
+import threading
 import time
 import traceback
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +104,8 @@ _POLL_SECONDS = 0.01
 # Long enough for a launcher to see which rank ended first: torchrun looks ten times a second.
 _PEER_FIRST_SECONDS = 2.0
 _OF_PEER_ATTRIBUTE = "_modelopt_is_of_peer"
+# What it may take to read where the peers are, once a collective broke.
+_BOARD_SECONDS = 1.0
 # A value of exactly these types pickles and loads everywhere; to look at each must stay cheap.
 _PLAIN_TYPES = frozenset({bool, bytes, float, int, str, type(None)})
 _PLAIN_ITEMS = 256
@@ -859,6 +863,7 @@ def _exchange(
     In this order: its own error that is no exit; a broken collective or differing labels; its
     peers' failures; exits. Otherwise return the messages, by their sender's rank.
     """
+    _sign_in(where)
     broken = None
     try:
         messages = {src: _Message(*message) for src, message in collective().items()}
@@ -867,7 +872,7 @@ def _exchange(
     if raised is not None and not isinstance(raised, SystemExit):
         raise raised
     if broken is not None:
-        raise _broken(where, broken) from broken
+        raise _broken(where, broken, _seen_elsewhere()) from broken
     _check_labels(where, label, messages)
     _raise_peers_failure(where, messages, raised)
     return messages
@@ -904,13 +909,75 @@ def _peer_error(message: str) -> RuntimeError:
     return error
 
 
-def _broken(where: str, error: Exception) -> RuntimeError:
+def _broken(where: str, error: Exception, elsewhere: str = "") -> RuntimeError:
     """Return what a rank raises when a collective itself breaks."""
     return _peer_error(
-        f"{where} broke on rank {rank()} of {size()}: {_describe(error)}. A peer died, did not "
-        "come within the group's timeout, or is in another collective: see its own output, or set "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL."
+        f"{where} broke on rank {rank()} of {size()}: {_describe(error)}.{elsewhere} A peer died, "
+        "did not come within the group's timeout, or is in another collective: see its own output, "
+        "or set TORCH_DISTRIBUTED_DEBUG=DETAIL."
     )
+
+
+@dataclass
+class _Board:
+    """Where a group's ranks note which collective they have come to, for the text of an error.
+
+    Whatever fails here leaves the collectives as they are: `store` becomes None.
+    """
+
+    store: Any
+    calls: int = 0
+    own_note: str = ""
+
+
+# A group that is gone takes its board along.
+_boards: weakref.WeakKeyDictionary[Any, _Board] = weakref.WeakKeyDictionary()
+
+
+def _board() -> _Board:
+    """Return the board of the default group, in its own store."""
+    group: Any = torch.distributed.group.WORLD
+    if group not in _boards:
+        store = root = torch.distributed.distributed_c10d._get_default_store()
+        while isinstance(root, torch.distributed.PrefixStore):
+            root = root.underlying_store
+        # Others wait for the disk, or keep every note.
+        is_quick = isinstance(root, torch.distributed.TCPStore)
+        board = torch.distributed.PrefixStore("modelopt/board", store) if is_quick else None
+        _boards[group] = _Board(board)
+    return _boards[group]
+
+
+def _sign_in(where: str) -> None:
+    """Note that this rank has come to a collective; it waits for no answer, which takes 20 us."""
+    with contextlib.suppress(Exception):
+        board = _board()
+        board.calls += 1
+        board.own_note = f"at {where}, call {board.calls}"
+        store, board.store = board.store, None
+        if store is not None:
+            store.set(str(rank()), board.own_note)
+            board.store = store  # it works
+
+
+def _seen_elsewhere() -> str:
+    """Say which ranks have not come to where this one waited, and where each was last seen."""
+    notes: dict[int, str] = {}
+
+    def read() -> None:
+        with contextlib.suppress(Exception):
+            board = _board()
+            for peer in map(str, range(size())):
+                seen = board.store.get(peer).decode() if board.store.check([peer]) else "nowhere"
+                if seen != board.own_note:
+                    notes[int(peer)] = seen
+
+    # On a thread: a store whose host is stopped never answers.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(_BOARD_SECONDS)
+    seen = "; ".join(f"rank {peer} {note}" for peer, note in sorted(notes.items()))
+    return f" This is call {_board().calls}; last seen elsewhere: {seen}." if seen else ""
 
 
 @contextlib.contextmanager
