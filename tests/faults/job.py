@@ -202,8 +202,12 @@ def in_export() -> None:
 
 def in_the_end() -> None:
     """In the barrier that ends a run."""
+
+    def strike(**_: Any) -> None:
+        fault()
+
     if IS_FAULTY:
-        mock.patch.object(dist, "barrier", side_effect=fault).start()
+        mock.patch.object(dist, "barrier", strike).start()
 
 
 def elsewhere() -> None:

@@ -108,11 +108,10 @@ def _cases() -> Iterator[Case]:
     yield Case("end_of_run", "SIGKILL")
     for fault in ("memory", "interrupt", "unprintable", "exit", "quit", "SIGTERM", "SIGABRT"):
         yield Case("body", fault)
-    for place in ("broadcast", "all_reduce", "gather_bytes", "gather_state_dicts", "forward_loop"):
+    for place in ("all_reduce", "gather_state_dicts", "forward_loop"):
         yield Case(place, "memory")
     for fault in ("exit", "interrupt", "lock"):
         yield Case("all_reduce", fault)
-    yield Case("broadcast", "lock")
     yield Case("caught", "raise")
     yield Case("caught", "lock")
     for place in ("set_up", "body"):

@@ -10,6 +10,7 @@ that are spawned from it.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,9 @@ SHARD, LOOP = f"{UNIT}/test_shard_dataloader.py", f"{UNIT}/test_forward_loop.py"
 LOCK, FSDP2 = f"{UNIT}/test_file_lock.py", f"{UNIT}/test_fsdp2.py"
 FAULT = "tests/faults/test_faults.py::test_fault_ends_the_job_in_time_and_is_shown"
 LAUNCH = f"{FAULT}[raise-all_reduce-1of2] {FAULT}[raise-broadcast-1of2]"
-BYTES = f"{UNIT}/test_bytes_and_state_dicts.py"
+BYTES, EXPERTS = f"{UNIT}/test_bytes_and_state_dicts.py", f"{UNIT}/test_expert_parallel.py"
+ELSEWHERE = f"{TOGETHER} -k 'stays_away or last_seen or silent'"
+EXPERT_PARALLEL = "plugins/expert_parallel.py"
 
 MUTANTS = [
     # Where am I
@@ -119,6 +122,19 @@ MUTANTS = [
     Mutant("exit-aborts", RUN, "except (SystemExit, GeneratorExit):", "except GeneratorExit:"),
     Mutant("close-aborts", RUN, "except (SystemExit, GeneratorExit):", "except SystemExit:"),
     Mutant("error-swallowed", RUN, "            abort()\n        raise\n", "            abort()\n"),
+    Mutant("callers-group-destroyed", RUN, "if owns_group and not aborts:", "if not aborts:"),
+    Mutant(
+        "presence-read-after-set-up",
+        RUN,
+        "    aborts = False\n",
+        "    aborts, owns_group = False, not is_initialized()\n",
+    ),
+    Mutant(
+        "exit-reported",
+        RUN,
+        "    except (SystemExit, GeneratorExit):\n        raise\n",
+        "    except (SystemExit, GeneratorExit) as error:\n        _report(error)\n        raise\n",
+    ),
     Mutant("no-report", RUN, "        _report(error)\n", ""),
     Mutant(
         "report-after-abort",
@@ -346,6 +362,18 @@ MUTANTS = [
         "    return list([_value_of(",
     ),
     Mutant(
+        "own-value-returned",
+        TOGETHER,
+        "    return combine([_value_of(",
+        "    return own.value or list([_value_of(",
+    ),
+    Mutant(
+        "raises-before-it-reads-the-others",
+        TOGETHER,
+        "    _sign_in(where)\n",
+        "    if raised is not None:\n        raise raised\n",
+    ),
+    Mutant(
         "exit-is-an-error",
         TOGETHER,
         '_Message(label, "exit", _plain_exit_code(error.code))',
@@ -445,6 +473,29 @@ MUTANTS = [
         TOGETHER,
         "_saved(value, pickle_protocol=4).getvalue()",
         "_saved(value).getvalue()",
+    ),
+    # Where the peers of a rank that waits are
+    Mutant("nobody-signs-in", ELSEWHERE, "    _sign_in(where)\n", ""),
+    Mutant("calls-uncounted", ELSEWHERE, "        board.calls += 1\n", ""),
+    Mutant(
+        "own-rank-is-elsewhere",
+        ELSEWHERE,
+        "                if seen != board.own_note:",
+        "                if True:",
+    ),
+    Mutant("absent-from-the-start-is-here", ELSEWHERE, 'else "nowhere"', "else board.own_note"),
+    Mutant(
+        "lost-store-breaks-a-collective",
+        ELSEWHERE,
+        "    with contextlib.suppress(Exception):\n        board = _board()\n        board.calls",
+        "    if True:\n        board = _board()\n        board.calls",
+    ),
+    Mutant("silent-store-holds-up", ELSEWHERE, "reader.join(_BOARD_SECONDS)", "reader.join()"),
+    Mutant(
+        "any-store-is-written",
+        ELSEWHERE,
+        "is_quick = isinstance(root, torch.distributed.TCPStore)",
+        "is_quick = True",
     ),
     # The older object helpers
     Mutant(
@@ -680,6 +731,119 @@ MUTANTS = [
         "        config.architectures = [type(model).__name__]\n",
         "fsdp2_utils.py",
     ),
+    # Expert parallelism
+    *(
+        Mutant(name, EXPERTS, line, broken, EXPERT_PARALLEL)
+        for name, line, broken in [
+            ("plan-for-other-ranks", "    if plan.world_size != live:", "    if False:"),
+            ("mesh-transposed", "(plan.edp, plan.ep_size)", "(plan.ep_size, plan.edp)"),
+            ("mesh-names-swapped", '("edp", "ep"))', '("ep", "edp"))'),
+            ("uneven-share", "    if num_experts % degree:", "    if False:"),
+            (
+                "share-of-another-rank",
+                "[place * num_experts // degree :]",
+                "[(place + 1) % degree * num_experts // degree :]",
+            ),
+            ("looks-routed-never", "    return is_list or (", "    return False and ("),
+            ("lists-allowed", "    return is_list or (", "    return ("),
+            (
+                "any-list-refused",
+                'is_container and f".{name}".endswith(".experts")',
+                "is_container",
+            ),
+            ("shared-refused", ' and "SharedExperts" not in kind)', ")"),
+            ("known-hides-unknown", "parts.isdisjoint(module.modules())", "not found"),
+            (
+                "parts-refused",
+                " and parts.isdisjoint(module.modules())",
+                " and module not in found.values()",
+            ),
+            ("none-allowed", "    if not found:", "    if False:"),
+            (
+                "record-unread",
+                "    if _TOTAL_ATTRIBUTE in vars(module):\n        return True\n",
+                "",
+            ),
+            ("one-stack-is-enough", "len(stacks) < 2", "len(stacks) < 1"),
+            ("uneven-stacks", " or len(counts) != 1", ""),
+            ("counted-otherwise", " or total % counts.pop()", ""),
+            ("called-otherwise", "    return len(arguments) > 3 or", "    return True or"),
+            (
+                "biases-whole",
+                "if tensor.dim() and tensor.shape",
+                "if tensor.dim() > 2 and tensor.shape",
+            ),
+            ("cut-twice", "        if held == len(share) * ep_mesh.size():", "        if True:"),
+            ("never-cut", "        if held == len(share) * ep_mesh.size():", "        if False:"),
+            ("a-view-is-kept", "[share.start : share.stop].clone()", "[share.start : share.stop]"),
+            ("held-unchecked", "        if held != len(share):", "        if False:"),
+            (
+                "cut-before-checked",
+                "    _, shares = _shares(model, ep_mesh)\n    for module, share, held in shares:\n",
+                "    for module in routed_experts(model).values():\n        [(_, share, held)] = _shares(module, ep_mesh)[1]\n",
+            ),
+            (
+                "total-overwritten",
+                "vars(module).setdefault(_TOTAL_ATTRIBUTE, module.num_experts)",
+                "vars(module)[_TOTAL_ATTRIBUTE] = module.num_experts",
+            ),
+            (
+                "num-experts-left-whole",
+                "module.num_experts, module._parallel_state = len(share), state",
+                "module._parallel_state = state",
+            ),
+            (
+                "no-parallel-state",
+                "module.num_experts, module._parallel_state = len(share), state",
+                "module.num_experts = len(share)",
+            ),
+            (
+                "dispatches-twice",
+                "if _dispatch not in module._forward_pre_hooks.values():",
+                "if True:",
+            ),
+            ("combines-twice", "if _combine not in module._forward_hooks.values():", "if True:"),
+            ("combines-last", "(_combine, prepend=True)", "(_combine)"),
+            ("fsdp2-experts-cut", "        if is_dtensor_sharded(module):", "        if False:"),
+            (
+                "any-mesh",
+                "    if ep_mesh.shape != (size(),) if edp_mesh is None else",
+                "    if False if edp_mesh is None else False and",
+            ),
+            ("replicas-of-one", "is None or edp_mesh.size() == 1 else", "is None else"),
+            (
+                "groups-swapped",
+                "ParallelState(edp_group, expert_model_parallel_group=ep_mesh.get_group())",
+                "ParallelState(ep_mesh.get_group(), expert_model_parallel_group=edp_group)",
+            ),
+            ("keywords-dropped", "*args, *(kwargs[name] for name in names[len(args) :])", "args"),
+            ("ids-not-mapped", "    index = index - group.rank() * held\n", ""),
+            ("peers-pairs-kept", "(index >= 0) & (index < held)", "index < held"),
+            ("past-the-last-kept", "(index >= 0) & (index < held)", "index >= 0"),
+            ("weights-lost", "weights[mine][:, None])", "torch.ones_like(weights[mine])[:, None])"),
+            (
+                "empty-batch-stays-away",
+                "    ranks, held = group.world_size(), module.num_experts\n",
+                "    ranks, held = group.world_size(), module.num_experts\n    if not len(tokens):\n        return None\n",
+            ),
+            ("one-slot-only", "by_slot.sum(dim=1)", "by_slot[:, 0]"),
+            ("one-rank-only", "    return by_rank.sum(dim=0)", "    return by_rank[group.rank()]"),
+            (
+                "way-back-swapped",
+                "by_slot.sum(dim=1), received, sent,",
+                "by_slot.sum(dim=1), sent, received,",
+            ),
+            ("splits-swapped", "(buffer, data, received, sent,", "(buffer, data, sent, received,"),
+            ("rows-not-as-bytes", "rows.contiguous().view(torch.uint8)", "rows.contiguous()"),
+            ("rows-across", "rows.contiguous().view", "rows.view"),
+        ]
+    ),
+    Mutant(
+        "forwards-not-installed-again",
+        EXPERTS,
+        "            install_expert_parallel_forwards(model, ep_mesh)\n",
+        "            pass\n",
+    ),
     # Calibration
     Mutant("shard-drops-last", SHARD, "drop_last=False\n    )\n", "drop_last=True\n    )\n"),
     Mutant("never-shuffles", SHARD, "shuffle=shuffle", "shuffle=False"),
@@ -877,7 +1041,7 @@ def _noticed_by(mutant: Mutant) -> list[str]:
         environment = {**os.environ, "PYTHONPATH": folder, "TMPDIR": folder}
         try:
             done = subprocess.run(
-                [*command, *mutant.tests.split()],
+                [*command, *shlex.split(mutant.tests)],
                 cwd=folder,
                 env=environment,
                 capture_output=True,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what every fault leads to, here and with the peers, and write it as Markdown.
 
-python tests/faults/report.py > tests/faults/REPORT.md
+`python tests/faults/report.py > tests/faults/REPORT.md` takes half an hour.
 """
 
 import math
@@ -39,8 +39,8 @@ HEAD = """# What every fault leads to
 Written by `python tests/faults/report.py`: torch {torch}, Python {python}, {cores} cores, two jobs
 side by side, so that seconds are upper bounds. Every job is a real launch of gloo ranks whose group
 has a timeout of {timeout:.0f} s. One rank fails, in the way and the place that the row says; the
-others do their part, and sooner or later wait for it. [matrix.py](matrix.py) lists the cases,
-[job.py](job.py) is what is launched, and [test_faults.py](test_faults.py) checks this module's rows.
+others do their part, and sooner or later wait for it. [matrix.py](matrix.py) lists the cases and
+[job.py](job.py) is what is launched; [test_faults.py](test_faults.py) checks this module's rows.
 
 - **fault**: `raise`s a ValueError, runs out of `memory`, is `interrupt`ed (SIGINT), `exit`s
   (`sys.exit(3)`), `quit`s (`os._exit(0)`), is killed by a signal, `stop`s (SIGSTOP), stays `away`,

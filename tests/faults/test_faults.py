@@ -93,6 +93,7 @@ def _check_what_is_shown(case: Case, ending: Ending) -> None:
     names_a_waiting_rank = case.fault in ("stop", "away", "quit")
     if case.waits and case.place == "body" and case.fault != "exit":
         assert "all_reduce('batch size') broke on rank 0 of 2" in ending.stderr
+        assert "last seen elsewhere: rank 1 nowhere." in ending.stderr
     if case.launcher == "torchrun" and names_a_waiting_rank:
         assert ending.named_rank == 1 - (case.faulty or 0)
     elif case.launcher == "torchrun" and not _fails_alike_on_every_rank(case):
