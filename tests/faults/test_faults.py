@@ -30,10 +30,8 @@ QUICK = {
     "SIGKILL-all_reduce-1of2",
     "memory-gather_bytes-0of2",
     "raise-forward_loop-1of2",
-    "SIGKILL-set_up-1of2-restarted",
     "raise-body-1of2-bare",
     "SIGKILL-all_reduce-0of2-bare",
-    "away-body-1of2-bare",
 }
 assert {str(case) for case in CASES} >= QUICK
 

@@ -587,8 +587,8 @@ def _is_of_peer(error: BaseException | None) -> bool:
 
 def _is_of_transport(error: BaseException | None) -> bool:
     """Tell whether a bare collective of torch broke, such as one in a model's forward."""
-    # gloo raises no type of its own; its errors start with its source file.
-    is_of_gloo = type(error) is RuntimeError and "gloo/transport/" in str(error)
+    # gloo raises no type of its own; its errors name its source file.
+    is_of_gloo = type(error) is RuntimeError and "/gloo/" in str(error)
     return is_of_gloo or isinstance(error, torch.distributed.DistError)
 
 
@@ -732,7 +732,8 @@ def broadcast_from(label: str, fn: Callable[[], T], rank: int = 0) -> T:
     code. The next collective works after each of these.
 
     Ranks that meet in different collectives, or name different ranks, wait until the group's
-    timeout; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch names that mismatch at once.
+    timeout, and then say where each was last seen; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch
+    names that mismatch at once.
 
     Args:
         label: What is decided; ranks that meet under different labels fail.
@@ -765,8 +766,8 @@ def all_reduce(label: str, fn: Callable[[], Any], combine: Callable[[list[Any]],
     text; where ranks only exit, every rank raises `SystemExit`. The next collective works after
     each of these.
 
-    Ranks that meet in different collectives wait until the group's timeout; with
-    `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch names that mismatch at once.
+    Ranks that meet in different collectives wait until the group's timeout, and then say where each
+    was last seen; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch names that mismatch at once.
 
     Args:
         label: What is decided; ranks that meet under different labels fail.
@@ -976,7 +977,7 @@ def _seen_elsewhere() -> str:
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(_BOARD_SECONDS)
-    seen = "; ".join(f"rank {peer} {note}" for peer, note in sorted(notes.items()))
+    seen = "; ".join(f"rank {peer} {note}" for peer, note in sorted(dict(notes).items()))
     return f" This is call {_board().calls}; last seen elsewhere: {seen}." if seen else ""
 
 

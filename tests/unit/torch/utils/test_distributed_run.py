@@ -244,7 +244,7 @@ def test_set_up_waits_for_a_peer_no_longer_than_the_timeout(
 def test_set_up_works_after_an_attempt_that_broke_off(
     cpu_dist_workers: DistributedWorkerPool, launch_port: int
 ) -> None:
-    for rank in (0, 1, 1):
+    for rank in (0, 1):
         _come_alone(launch_port, rank)
     cpu_dist_workers.run(_launch, launch_port)
 
