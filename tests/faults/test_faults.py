@@ -94,7 +94,7 @@ def _check_what_is_shown(case: Case, ending: Ending) -> None:
         assert "last seen elsewhere: rank 1 nowhere." in ending.stderr
     if case.launcher == "torchrun" and names_a_waiting_rank:
         assert ending.named_rank == 1 - (case.faulty or 0)
-    elif case.launcher == "torchrun" and not _fails_alike_on_every_rank(case):
+    elif case.launcher == "torchrun" and not _fail_at_one_time(case):
         assert ending.named_rank == case.faulty
         if case.fault in SIGNALS:
             assert f"({case.fault})" in ending.root_cause
@@ -102,10 +102,10 @@ def _check_what_is_shown(case: Case, ending: Ending) -> None:
         _check_traceback(case, ending)
 
 
-def _fails_alike_on_every_rank(case: Case) -> bool:
-    """Tell whether the launcher cannot tell who was first."""
+def _fail_at_one_time(case: Case) -> bool:
+    """Tell whether several ranks end together, so that the launcher cannot tell who was first."""
     is_carried = case.place in ("broadcast", "all_reduce")
-    return is_carried and (case.fault == "exit" or case.group == "caller")
+    return case.fault == "exit" or (is_carried and case.group == "caller")
 
 
 def _check_traceback(case: Case, ending: Ending) -> None:
