@@ -10,6 +10,7 @@ that are spawned from it.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,9 +41,12 @@ RUN, PLAN = f"{UNIT}/test_distributed_run.py", f"{UNIT}/test_distribution_plan.p
 TOGETHER, QUERIES = f"{UNIT}/test_failing_together.py", f"{UNIT}/test_queries.py"
 SHARD, LOOP = f"{UNIT}/test_shard_dataloader.py", f"{UNIT}/test_forward_loop.py"
 LOCK, FSDP2 = f"{UNIT}/test_file_lock.py", f"{UNIT}/test_fsdp2.py"
-LAUNCH = "tests/launch/test_torchrun.py -k one_rank"
-BYTES = f"{UNIT}/test_bytes_and_state_dicts.py"
-EXPERTS = f"{UNIT}/test_expert_parallel.py -k no_token"
+FAULT = "tests/faults/test_faults.py::test_fault_ends_the_job_in_time_and_is_shown"
+LAUNCH = f"{FAULT}[raise-all_reduce-1of2] {FAULT}[raise-broadcast-1of2]"
+BYTES, EXPERTS = f"{UNIT}/test_bytes_and_state_dicts.py", f"{UNIT}/test_expert_parallel.py"
+ELSEWHERE = f"{TOGETHER} -k 'stays_away or last_seen or silent'"
+EXPERT_PARALLEL, LOADER = "plugins/expert_parallel.py", "plugins/model_load_utils.py"
+LOAD = f"{UNIT}/test_load_pretrained.py"
 
 MUTANTS = [
     # Where am I
@@ -119,6 +123,19 @@ MUTANTS = [
     Mutant("exit-aborts", RUN, "except (SystemExit, GeneratorExit):", "except GeneratorExit:"),
     Mutant("close-aborts", RUN, "except (SystemExit, GeneratorExit):", "except SystemExit:"),
     Mutant("error-swallowed", RUN, "            abort()\n        raise\n", "            abort()\n"),
+    Mutant("callers-group-destroyed", RUN, "if owns_group and not aborts:", "if not aborts:"),
+    Mutant(
+        "presence-read-after-set-up",
+        RUN,
+        "    aborts = False\n",
+        "    aborts, owns_group = False, not is_initialized()\n",
+    ),
+    Mutant(
+        "exit-reported",
+        RUN,
+        "    except (SystemExit, GeneratorExit):\n        raise\n",
+        "    except (SystemExit, GeneratorExit) as error:\n        _report(error)\n        raise\n",
+    ),
     Mutant("no-report", RUN, "        _report(error)\n", ""),
     Mutant(
         "report-after-abort",
@@ -150,7 +167,21 @@ MUTANTS = [
     ),
     Mutant("no-store-prefix", RUN, 'return {"store": prefixed', 'return {"store": store'),
     Mutant("connects-for-torchs-timeout", RUN, '"env://", timeout=timeout', '"env://"'),
-    Mutant("same-store-prefix", RUN, 'f"modelopt/run {count}"', '"modelopt/run"'),
+    Mutant("same-store-prefix", RUN, 'f"modelopt/{uuid.uuid4()}", time', '"modelopt/run", time'),
+    Mutant("same-question", RUN, 'question = f"modelopt/{uuid.uuid4()}"', 'question = "question"'),
+    Mutant(
+        "first-question-only",
+        RUN,
+        "                store.set(store.get(",
+        "                store.check([f'heard {peer}']) or store.set(f'heard {peer}', '') or store.set(store.get(",
+    ),
+    Mutant("nobody-heard", RUN, "    while peers := [peer for", "    if peers := [peer for"),
+    Mutant(
+        "waits-for-peers-forever",
+        RUN,
+        '        if time.monotonic() > deadline:\n            raise RuntimeError(f"ranks',
+        '        if False:\n            raise RuntimeError(f"ranks',
+    ),
     Mutant("rendezvous-required", RUN, "        return {}  #", "        pass  #"),
     Mutant(
         "cleanup-always-waits",
@@ -189,6 +220,14 @@ MUTANTS = [
     ),
     Mutant(
         "peers-not-let-first", LAUNCH, "            if _is_of_peer(error):", "            if False:"
+    ),
+    Mutant("bare-collectives-unseen", RUN, " or _is_of_transport(error):", ":"),
+    Mutant("gloo-unseen", RUN, "    return is_of_gloo or isinstance", "    return isinstance"),
+    Mutant(
+        "torchs-errors-unseen",
+        RUN,
+        "    return is_of_gloo or isinstance(error, torch.distributed.DistError)",
+        "    return is_of_gloo",
     ),
     Mutant("own-failure-waits", RUN, "            if _is_of_peer(error):", "            if True:"),
     Mutant(
@@ -324,6 +363,18 @@ MUTANTS = [
         "    return list([_value_of(",
     ),
     Mutant(
+        "own-value-returned",
+        TOGETHER,
+        "    return combine([_value_of(",
+        "    return own.value or list([_value_of(",
+    ),
+    Mutant(
+        "raises-before-it-reads-the-others",
+        TOGETHER,
+        "    _sign_in(where)\n",
+        "    if raised is not None:\n        raise raised\n",
+    ),
+    Mutant(
         "exit-is-an-error",
         TOGETHER,
         '_Message(label, "exit", _plain_exit_code(error.code))',
@@ -423,6 +474,29 @@ MUTANTS = [
         TOGETHER,
         "_saved(value, pickle_protocol=4).getvalue()",
         "_saved(value).getvalue()",
+    ),
+    # Where the peers of a rank that waits are
+    Mutant("nobody-signs-in", ELSEWHERE, "    _sign_in(where)\n", ""),
+    Mutant("calls-uncounted", ELSEWHERE, "        board.calls += 1\n", ""),
+    Mutant(
+        "own-rank-is-elsewhere",
+        ELSEWHERE,
+        "                if seen != board.own_note:",
+        "                if True:",
+    ),
+    Mutant("absent-from-the-start-is-here", ELSEWHERE, 'else "nowhere"', "else board.own_note"),
+    Mutant(
+        "lost-store-breaks-a-collective",
+        ELSEWHERE,
+        "    with contextlib.suppress(Exception):\n        board = _board()\n        board.calls",
+        "    if True:\n        board = _board()\n        board.calls",
+    ),
+    Mutant("silent-store-holds-up", ELSEWHERE, "reader.join(_BOARD_SECONDS)", "reader.join()"),
+    Mutant(
+        "any-store-is-written",
+        ELSEWHERE,
+        "is_quick = isinstance(root, torch.distributed.TCPStore)",
+        "is_quick = True",
     ),
     # The older object helpers
     Mutant(
@@ -658,6 +732,119 @@ MUTANTS = [
         "        config.architectures = [type(model).__name__]\n",
         "fsdp2_utils.py",
     ),
+    # Expert parallelism
+    *(
+        Mutant(name, EXPERTS, line, broken, EXPERT_PARALLEL)
+        for name, line, broken in [
+            ("plan-for-other-ranks", "    if plan.world_size != live:", "    if False:"),
+            ("mesh-transposed", "(plan.edp, plan.ep_size)", "(plan.ep_size, plan.edp)"),
+            ("mesh-names-swapped", '("edp", "ep"))', '("ep", "edp"))'),
+            ("uneven-share", "    if num_experts % degree:", "    if False:"),
+            (
+                "share-of-another-rank",
+                "[place * num_experts // degree :]",
+                "[(place + 1) % degree * num_experts // degree :]",
+            ),
+            ("looks-routed-never", "    return is_list or (", "    return False and ("),
+            ("lists-allowed", "    return is_list or (", "    return ("),
+            (
+                "any-list-refused",
+                'is_container and f".{name}".endswith(".experts")',
+                "is_container",
+            ),
+            ("shared-refused", ' and "SharedExperts" not in kind)', ")"),
+            ("known-hides-unknown", "parts.isdisjoint(module.modules())", "not found"),
+            (
+                "parts-refused",
+                " and parts.isdisjoint(module.modules())",
+                " and module not in found.values()",
+            ),
+            ("none-allowed", "    if not found:", "    if False:"),
+            (
+                "record-unread",
+                "    if _TOTAL_ATTRIBUTE in vars(module):\n        return True\n",
+                "",
+            ),
+            ("one-stack-is-enough", "len(stacks) < 2", "len(stacks) < 1"),
+            ("uneven-stacks", " or len(counts) != 1", ""),
+            ("counted-otherwise", " or total % counts.pop()", ""),
+            ("called-otherwise", "    return len(arguments) > 3 or", "    return True or"),
+            (
+                "biases-whole",
+                "if tensor.dim() and tensor.shape",
+                "if tensor.dim() > 2 and tensor.shape",
+            ),
+            ("cut-twice", "        if held == len(share) * ep_mesh.size():", "        if True:"),
+            ("never-cut", "        if held == len(share) * ep_mesh.size():", "        if False:"),
+            ("a-view-is-kept", "[share.start : share.stop].clone()", "[share.start : share.stop]"),
+            ("held-unchecked", "        if held != len(share):", "        if False:"),
+            (
+                "cut-before-checked",
+                "    _, shares = _shares(model, ep_mesh)\n    for module, share, held in shares:\n",
+                "    for module in routed_experts(model).values():\n        [(_, share, held)] = _shares(module, ep_mesh)[1]\n",
+            ),
+            (
+                "total-overwritten",
+                "vars(module).setdefault(_TOTAL_ATTRIBUTE, module.num_experts)",
+                "vars(module)[_TOTAL_ATTRIBUTE] = module.num_experts",
+            ),
+            (
+                "num-experts-left-whole",
+                "module.num_experts, module._parallel_state = len(share), state",
+                "module._parallel_state = state",
+            ),
+            (
+                "no-parallel-state",
+                "module.num_experts, module._parallel_state = len(share), state",
+                "module.num_experts = len(share)",
+            ),
+            (
+                "dispatches-twice",
+                "if _dispatch not in module._forward_pre_hooks.values():",
+                "if True:",
+            ),
+            ("combines-twice", "if _combine not in module._forward_hooks.values():", "if True:"),
+            ("combines-last", "(_combine, prepend=True)", "(_combine)"),
+            ("fsdp2-experts-cut", "        if is_dtensor_sharded(module):", "        if False:"),
+            (
+                "any-mesh",
+                "    if ep_mesh.shape != (size(),) if edp_mesh is None else",
+                "    if False if edp_mesh is None else False and",
+            ),
+            ("replicas-of-one", "is None or edp_mesh.size() == 1 else", "is None else"),
+            (
+                "groups-swapped",
+                "ParallelState(edp_group, expert_model_parallel_group=ep_mesh.get_group())",
+                "ParallelState(ep_mesh.get_group(), expert_model_parallel_group=edp_group)",
+            ),
+            ("keywords-dropped", "*args, *(kwargs[name] for name in names[len(args) :])", "args"),
+            ("ids-not-mapped", "    index = index - group.rank() * held\n", ""),
+            ("peers-pairs-kept", "(index >= 0) & (index < held)", "index < held"),
+            ("past-the-last-kept", "(index >= 0) & (index < held)", "index >= 0"),
+            ("weights-lost", "weights[mine][:, None])", "torch.ones_like(weights[mine])[:, None])"),
+            (
+                "empty-batch-stays-away",
+                "    ranks, held = group.world_size(), module.num_experts\n",
+                "    ranks, held = group.world_size(), module.num_experts\n    if not len(tokens):\n        return None\n",
+            ),
+            ("one-slot-only", "by_slot.sum(dim=1)", "by_slot[:, 0]"),
+            ("one-rank-only", "    return by_rank.sum(dim=0)", "    return by_rank[group.rank()]"),
+            (
+                "way-back-swapped",
+                "by_slot.sum(dim=1), received, sent,",
+                "by_slot.sum(dim=1), sent, received,",
+            ),
+            ("splits-swapped", "(buffer, data, received, sent,", "(buffer, data, sent, received,"),
+            ("rows-not-as-bytes", "rows.contiguous().view(torch.uint8)", "rows.contiguous()"),
+            ("rows-across", "rows.contiguous().view", "rows.view"),
+        ]
+    ),
+    Mutant(
+        "forwards-not-installed-again",
+        EXPERTS,
+        "            install_expert_parallel_forwards(model, ep_mesh)\n",
+        "            pass\n",
+    ),
     # Calibration
     Mutant("shard-drops-last", SHARD, "drop_last=False\n    )\n", "drop_last=True\n    )\n"),
     Mutant("never-shuffles", SHARD, "shuffle=shuffle", "shuffle=False"),
@@ -859,6 +1046,70 @@ MUTANTS = [
         "            if False:",
     ),
     Mutant("lock-polls-as-it-likes", LOCK, "time.sleep(self.poll_time)", "time.sleep(0.25)"),
+    # The loader
+    *(
+        Mutant(name, LOAD, line, broken, LOADER)
+        for name, line, broken in [
+            ("dtype-always-auto", '{"dtype": "auto", **settings}', '{**settings, "dtype": "auto"}'),
+            ("plans-not-compared", 'plan", check, _the_one_plan)', 'plan", check, len)'),
+            (
+                "plan-checked-alone",
+                'all_reduce("load_pretrained: plan", check, _the_one_plan)',
+                "check()",
+            ),
+            ("read-alone", 'all_reduce("load_pretrained: weights", read, len)', "read()"),
+            ("callers-mesh-ignored", "expert_parallel and ep_mesh is None:", "expert_parallel:"),
+            (
+                "experts-stay-marked",
+                "            _keep_local_experts(model)\n",
+                "            pass\n",
+            ),
+            ("not-recorded", "    set_distribution_plan(models[0], plan)\n", ""),
+            ("any-larger-world", "plan.world_size != size():", "plan.world_size < size():"),
+            ("files-unchecked", "    _files(folder)\n    trust", "    trust"),
+            ("degree-unchecked", "if experts.num_experts % plan.ep_size:", "if False:"),
+            ("not-moved", "models.append(model.to(device))", "models.append(model)"),
+            (
+                "text-config-always",
+                "config.get_text_config() if is_of_text else",
+                "config.get_text_config() if True else",
+            ),
+            (
+                "text-config-never",
+                "config.get_text_config() if is_of_text else",
+                "config if True else",
+            ),
+            (
+                "no-dtype",
+                "        config.dtype = _first_floating_dtype(tensors)\n",
+                "        pass\n",
+            ),
+            ("freed-memory-kept", "    with _freed_memory_returned():\n", "    if True:\n"),
+            (
+                "incomplete-accepted",
+                'if missing := sorted(info["missing_keys"]):',
+                "if missing := []:",
+            ),
+            ("nameless", "    model.name_or_path = model.config.name_or_path = str(folder)\n", ""),
+            ("no-generation-config", "        model.generation_config =", "        _ ="),
+            ("of-a-class-of-its-own", "        self.__class__ = kind\n", ""),
+            ("dense-whole", "            fsdp2_wrap(self)\n", "            pass\n"),
+            (
+                "experts-whole",
+                "            shard_experts(self, ep_mesh)  # type: ignore[arg-type]\n",
+                "            pass\n",
+            ),
+            (
+                "experts-unmarked",
+                "            _mark_local_experts(self, ep_mesh)  # type: ignore[arg-type]\n",
+                "            pass\n",
+            ),
+            ("files-mapped", 'backend="pread"', 'backend="mmap"'),
+            ("index-ignored", "if index.is_file():", "if False:"),
+            ("no-file-accepted", "        if not file.is_file():", "        if False:"),
+            ("bfloat16-as-half", '"BF16": torch.bfloat16', '"BF16": torch.float16'),
+        ]
+    ),
 ]
 
 
@@ -880,7 +1131,7 @@ def _noticed_by(mutant: Mutant) -> list[str]:
         environment = {**os.environ, "PYTHONPATH": folder, "TMPDIR": folder}
         try:
             done = subprocess.run(
-                [*command, *mutant.tests.split()],
+                [*command, *shlex.split(mutant.tests)],
                 cwd=folder,
                 env=environment,
                 capture_output=True,

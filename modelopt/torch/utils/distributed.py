@@ -31,10 +31,13 @@ import operator
 import os
 import struct
 import sys
+import threading
 import time
 import traceback
+import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -96,9 +99,13 @@ P = ParamSpec("P")
 _GPU_RUN_BACKEND = "cpu:gloo,cuda:nccl"
 # An instance attribute: it outlives a `__class__` swap and stays out of `state_dict()`.
 _PLAN_ATTRIBUTE = "_modelopt_distribution_plan"
+# Between two looks at a store, of ranks that may arrive within milliseconds or minutes.
+_POLL_SECONDS = 0.01
 # Long enough for a launcher to see which rank ended first: torchrun looks ten times a second.
 _PEER_FIRST_SECONDS = 2.0
 _OF_PEER_ATTRIBUTE = "_modelopt_is_of_peer"
+# What it may take to read where the peers are, once a collective broke.
+_BOARD_SECONDS = 1.0
 # A value of exactly these types pickles and loads everywhere; to look at each must stay cheap.
 _PLAIN_TYPES = frozenset({bool, bytes, float, int, str, type(None)})
 _PLAIN_ITEMS = 256
@@ -464,8 +471,8 @@ def setup(timeout: timedelta | None = None, backend: str | None = None) -> None:
 def _rendezvous(timeout: timedelta | None) -> dict[str, Any]:
     """Return the store, rank and world size for a set-up, under a store prefix of its own.
 
-    Without one a later set-up in the same launch could read the addresses that an earlier one left
-    in the store. The store itself counts each rank's set-ups, so that ranks agree on the prefix.
+    Without one a later set-up in the same launch, or in an attempt that the launcher starts anew,
+    could read the addresses that an earlier one left in the store.
     """
     if not os.environ.get("MASTER_ADDR"):
         return {}  # torch's own error names what is missing
@@ -473,9 +480,35 @@ def _rendezvous(timeout: timedelta | None) -> dict[str, Any]:
     address = tuple(os.environ.get(name) for name in names)
     timeout = timeout or torch.distributed.default_pg_timeout
     store, global_rank, world_size = _launch_store(address, timeout)
-    count = store.add(f"modelopt/set-ups of rank {global_rank}", 1)
-    prefixed = torch.distributed.PrefixStore(f"modelopt/run {count}", store)
+    if global_rank == 0:
+        prefix = _new_prefix(store, range(1, world_size), timeout)
+    else:
+        prefix = _prefix_of_rank_0(store, global_rank)
+    prefixed = torch.distributed.PrefixStore(prefix, store)
     return {"store": prefixed, "rank": global_rank, "world_size": world_size}
+
+
+def _new_prefix(store: Any, peers: Iterable[int], timeout: timedelta) -> str:
+    """Make a prefix on rank 0, and tell it to every peer that asks, until each has heard."""
+    prefix, deadline = f"modelopt/{uuid.uuid4()}", time.monotonic() + timeout.total_seconds()
+    while peers := [peer for peer in peers if not store.check([f"{prefix}/heard by {peer}"])]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {peers} did not come within the timeout ({timeout})")
+        for peer in peers:
+            # It may be a peer of an earlier attempt that asked: it is gone, and asks no more.
+            if store.check([f"modelopt/question of {peer}"]):
+                store.set(store.get(f"modelopt/question of {peer}").decode(), prefix)
+        time.sleep(_POLL_SECONDS)
+    return prefix
+
+
+def _prefix_of_rank_0(store: Any, own_rank: int) -> str:
+    """Ask rank 0 for its prefix, by a key that nobody used before."""
+    question = f"modelopt/{uuid.uuid4()}"
+    store.set(f"modelopt/question of {own_rank}", question)
+    prefix: str = store.get(question).decode()
+    store.set(f"{prefix}/heard by {own_rank}", "")
+    return prefix
 
 
 @functools.cache
@@ -517,7 +550,7 @@ def abort(exit_code: int = 1) -> NoReturn:
     Called from an `except` block. The traceback goes to stderr and to the launcher's error file
     before any socket closes, so that torchrun tears the job down and its summary shows this rank's
     own error. No `finally`, no `atexit` hook and no destructor runs. A rank whose error is a peer's
-    failure, as the collectives of this module raise it, lets the launcher see that peer end first.
+    failure, as any collective raises it, lets the launcher see that peer end first.
 
     Raises:
         SystemExit: An exit being handled is re-raised, since it is none of this function's cases.
@@ -545,11 +578,18 @@ def _is_of_peer(error: BaseException | None) -> bool:
     """Tell whether a peer's failure is the error, or led to it."""
     chain: set[BaseException | None] = {None}
     while error not in chain:  # somebody may have closed the chain to a ring
-        if getattr(error, _OF_PEER_ATTRIBUTE, False):
+        if getattr(error, _OF_PEER_ATTRIBUTE, False) or _is_of_transport(error):
             return True
         chain.add(error)
         error = error.__cause__ or error.__context__ if error else None
     return False
+
+
+def _is_of_transport(error: BaseException | None) -> bool:
+    """Tell whether a bare collective of torch broke, such as one in a model's forward."""
+    # gloo raises no type of its own; its errors name its source file.
+    is_of_gloo = type(error) is RuntimeError and "/gloo/" in str(error)
+    return is_of_gloo or isinstance(error, torch.distributed.DistError)
 
 
 def _record_for_launcher(error: BaseException) -> None:
@@ -692,7 +732,8 @@ def broadcast_from(label: str, fn: Callable[[], T], rank: int = 0) -> T:
     code. The next collective works after each of these.
 
     Ranks that meet in different collectives, or name different ranks, wait until the group's
-    timeout; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch names that mismatch at once.
+    timeout, and then say where each was last seen; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch
+    names that mismatch at once.
 
     Args:
         label: What is decided; ranks that meet under different labels fail.
@@ -725,8 +766,8 @@ def all_reduce(label: str, fn: Callable[[], Any], combine: Callable[[list[Any]],
     text; where ranks only exit, every rank raises `SystemExit`. The next collective works after
     each of these.
 
-    Ranks that meet in different collectives wait until the group's timeout; with
-    `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch names that mismatch at once.
+    Ranks that meet in different collectives wait until the group's timeout, and then say where each
+    was last seen; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch names that mismatch at once.
 
     Args:
         label: What is decided; ranks that meet under different labels fail.
@@ -823,6 +864,7 @@ def _exchange(
     In this order: its own error that is no exit; a broken collective or differing labels; its
     peers' failures; exits. Otherwise return the messages, by their sender's rank.
     """
+    _sign_in(where)
     broken = None
     try:
         messages = {src: _Message(*message) for src, message in collective().items()}
@@ -831,7 +873,7 @@ def _exchange(
     if raised is not None and not isinstance(raised, SystemExit):
         raise raised
     if broken is not None:
-        raise _broken(where, broken) from broken
+        raise _broken(where, broken, _seen_elsewhere()) from broken
     _check_labels(where, label, messages)
     _raise_peers_failure(where, messages, raised)
     return messages
@@ -868,13 +910,75 @@ def _peer_error(message: str) -> RuntimeError:
     return error
 
 
-def _broken(where: str, error: Exception) -> RuntimeError:
+def _broken(where: str, error: Exception, elsewhere: str = "") -> RuntimeError:
     """Return what a rank raises when a collective itself breaks."""
     return _peer_error(
-        f"{where} broke on rank {rank()} of {size()}: {_describe(error)}. A peer died, did not "
-        "come within the group's timeout, or is in another collective: see its own output, or set "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL."
+        f"{where} broke on rank {rank()} of {size()}: {_describe(error)}.{elsewhere} A peer died, "
+        "did not come within the group's timeout, or is in another collective: see its own output, "
+        "or set TORCH_DISTRIBUTED_DEBUG=DETAIL."
     )
+
+
+@dataclass
+class _Board:
+    """Where a group's ranks note which collective they have come to, for the text of an error.
+
+    Whatever fails here leaves the collectives as they are: `store` becomes None.
+    """
+
+    store: Any
+    calls: int = 0
+    own_note: str = ""
+
+
+# A group that is gone takes its board along.
+_boards: weakref.WeakKeyDictionary[Any, _Board] = weakref.WeakKeyDictionary()
+
+
+def _board() -> _Board:
+    """Return the board of the default group, in its own store."""
+    group: Any = torch.distributed.group.WORLD
+    if group not in _boards:
+        store = root = torch.distributed.distributed_c10d._get_default_store()
+        while isinstance(root, torch.distributed.PrefixStore):
+            root = root.underlying_store
+        # Others wait for the disk, or keep every note.
+        is_quick = isinstance(root, torch.distributed.TCPStore)
+        board = torch.distributed.PrefixStore("modelopt/board", store) if is_quick else None
+        _boards[group] = _Board(board)
+    return _boards[group]
+
+
+def _sign_in(where: str) -> None:
+    """Note that this rank has come to a collective; it waits for no answer, which takes 20 us."""
+    with contextlib.suppress(Exception):
+        board = _board()
+        board.calls += 1
+        board.own_note = f"at {where}, call {board.calls}"
+        store, board.store = board.store, None
+        if store is not None:
+            store.set(str(rank()), board.own_note)
+            board.store = store  # it works
+
+
+def _seen_elsewhere() -> str:
+    """Say which ranks have not come to where this one waited, and where each was last seen."""
+    notes: dict[int, str] = {}
+
+    def read() -> None:
+        with contextlib.suppress(Exception):
+            board = _board()
+            for peer in map(str, range(size())):
+                seen = board.store.get(peer).decode() if board.store.check([peer]) else "nowhere"
+                if seen != board.own_note:
+                    notes[int(peer)] = seen
+
+    # On a thread: a store whose host is stopped never answers.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(_BOARD_SECONDS)
+    seen = "; ".join(f"rank {peer} {note}" for peer, note in sorted(dict(notes).items()))
+    return f" This is call {_board().calls}; last seen elsewhere: {seen}." if seen else ""
 
 
 @contextlib.contextmanager

@@ -215,13 +215,11 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("has_store", [False, True])
-def test_set_up_waits_for_a_peer_no_longer_than_the_timeout(
-    launch_port: int, has_store: bool
-) -> None:
-    # Rank 0 never arrives; without a store of the launcher's, it would serve it on a port.
-    launch = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost"}
-    launch["MASTER_PORT"] = str(launch_port) if has_store else "1"
+def _come_alone(port: int, rank: int, has_store: bool = True) -> list[str]:
+    """Set up on a rank whose peer never arrives; return the error's type and the time it took."""
+    # Without a store of the launcher's, rank 0 would serve it on the port.
+    launch = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "localhost"}
+    launch["MASTER_PORT"] = str(port) if has_store else "1"
     launch["TORCHELASTIC_USE_AGENT_STORE"] = str(has_store)
     done = subprocess.run(
         [sys.executable, "-c", LATE],
@@ -231,9 +229,24 @@ def test_set_up_waits_for_a_peer_no_longer_than_the_timeout(
         timeout=60,
         check=True,
     )
-    error, seconds = done.stdout.split()
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(("rank", "has_store"), [(0, True), (1, True), (1, False)])
+def test_set_up_waits_for_a_peer_no_longer_than_the_timeout(
+    launch_port: int, rank: int, has_store: bool
+) -> None:
+    error, seconds = _come_alone(launch_port, rank, has_store)
     assert error.endswith("Error")
     assert float(seconds) < 8
+
+
+def test_set_up_works_after_an_attempt_that_broke_off(
+    cpu_dist_workers: DistributedWorkerPool, launch_port: int
+) -> None:
+    for rank in (0, 1):
+        _come_alone(launch_port, rank)
+    cpu_dist_workers.run(_launch, launch_port)
 
 
 # How a run ends
@@ -557,7 +570,28 @@ def test_abort_lets_the_launcher_see_the_peer_that_failed_first() -> None:
     assert mdist._is_of_peer(peer)
     assert mdist._is_of_peer(wrapped)
     assert not mdist._is_of_peer(unrelated)
+    assert not mdist._is_of_peer(RuntimeError("unrelated"))
     assert not mdist._is_of_peer(ring)
+    assert mdist._is_of_peer(torch.distributed.DistNetworkError("connection reset"))
+
+
+def _meet_one_that_left(rank: int, size: int) -> bool | None:
+    group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
+    torch.distributed.barrier(group=group)  # connected
+    try:
+        if rank == 1:
+            torch.distributed.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        return mdist._is_of_peer(error)
+    finally:
+        torch.distributed.destroy_process_group(group)
+    return None
+
+
+def test_bare_collective_that_broke_is_a_peers_failure(
+    cpu_dist_workers: DistributedWorkerPool,
+) -> None:
+    assert cpu_dist_workers.run(_meet_one_that_left) == [None, True]
 
 
 @pytest.mark.parametrize(

@@ -386,8 +386,9 @@ def _swapped(implementation: str, rank: int, size: int) -> None:
         assert module.num_experts == len(module.down_proj) == 4
         assert len(module._forward_pre_hooks) == 1
         # A quantizer may keep the weights in another way, and drop the forwards and the groups.
-        del module.forward, module._parallel_state
-        module.register_buffer("packed", module.down_proj.data)
+        weights = module.down_proj.data
+        del module.forward, module._parallel_state, module.down_proj
+        module.register_buffer("down_proj", weights)
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()
     install_expert_parallel_forwards(model, mesh)

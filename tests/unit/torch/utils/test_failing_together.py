@@ -4,6 +4,8 @@
 import functools
 import os
 import pickle
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed
-from _test_utils.torch.distributed.ranks import Outcome, bounded_outcome, outcome_of
+from _test_utils.torch.distributed.ranks import Outcome, bounded_outcome, launched, outcome_of
 from _test_utils.torch.distributed.utils import DistributedWorkerPool, bounded_collectives
 
 from modelopt.torch.utils.distributed import all_reduce, broadcast_from, distributed_run
@@ -590,6 +592,8 @@ def test_peer_that_stays_away_is_a_labelled_error(
     assert waiting.cause
     assert waiting.cause in waiting.text
     assert f"{collective}('away') broke on rank 1 of 2" in waiting.text
+    # The pool's group meets over a file, where a note for each call would cost.
+    assert "last seen elsewhere" not in waiting.text
 
 
 @pytest.mark.parametrize(("own", "expected"), [("exit", "RuntimeError"), ("error", "ValueError")])
@@ -617,8 +621,6 @@ def test_message_of_somebody_else_is_a_labelled_error(
 
 
 def _sleep_past_the_timeout(rank: int, size: int, port: int) -> tuple[Outcome, float]:
-    from _test_utils.torch.distributed.ranks import launched
-
     def sleep() -> str:
         time.sleep(6)
         return "late"
@@ -640,3 +642,90 @@ def test_receiver_waits_for_the_timeout_of_the_run(
     assert receiver.raised == "RuntimeError"
     assert "broadcast_from('slow') broke on rank 1 of 2" in receiver.text
     assert 1.5 < seconds < 5
+
+
+# Where the others are
+
+
+def _wait_for_one_elsewhere(case: str, rank: int, size: int, port: int) -> Outcome | None:
+    def body() -> None:
+        with distributed_run(timedelta(seconds=2), "cpu", backend="gloo"):
+            if case != "nowhere":
+                for label in ("first", "second"):
+                    all_reduce(label, lambda: rank, list)
+            if rank == 0 and case == "elsewhere":
+                broadcast_from("plan", lambda: 1)
+            if rank == 0:
+                time.sleep(3.5)
+            all_reduce("second", lambda: rank, list)
+
+    no_abort = mock.patch("modelopt.torch.utils.distributed.abort")
+    with launched(rank, size, port), no_abort:
+        return outcome_of(body)
+
+
+@pytest.mark.parametrize(
+    ("case", "call", "seen"),
+    [
+        pytest.param("nowhere", 1, "rank 0 nowhere", marks=pytest.mark.slow),
+        ("behind", 3, "rank 0 at all_reduce('second'), call 2"),
+        ("elsewhere", 3, "rank 0 at broadcast_from('plan'), call 3"),
+    ],
+)
+def test_waiting_rank_says_where_the_others_were_last_seen(
+    cpu_dist_workers: DistributedWorkerPool, launch_port: int, case: str, call: int, seen: str
+) -> None:
+    waits = functools.partial(_wait_for_one_elsewhere, case)
+    _, waiting = cpu_dist_workers.run(waits, launch_port)
+    assert f"This is call {call}; last seen elsewhere: {seen}. A peer" in waiting.text
+
+
+STORE = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def _lose_the_store(number: int, rank: int, size: int, port: int, host: int) -> tuple[Any, ...]:
+    def body() -> None:
+        with distributed_run(timedelta(seconds=2), "cpu", backend="gloo"):
+            all_reduce("before", lambda: rank, list)
+            if rank == 0:
+                os.kill(host, number)
+            torch.distributed.barrier()
+            start = time.monotonic()
+            for _ in range(50):
+                assert all_reduce("after", lambda: rank, list) == [0, 1]
+            seconds.append(time.monotonic() - start)
+            if rank == 1:
+                all_reduce("alone", lambda: 1, list)
+            time.sleep(3.5)
+
+    seconds: list[float] = []
+    start = time.monotonic()
+    with launched(rank, size, port), mock.patch("modelopt.torch.utils.distributed.abort"):
+        outcome = outcome_of(body)
+    return outcome, seconds, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_store_that_is_gone_or_silent_holds_no_collective_up(
+    cpu_dist_workers: DistributedWorkerPool, number: int
+) -> None:
+    command = [sys.executable, "-c", STORE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout
+        port = int(host.stdout.readline())
+        job = functools.partial(_lose_the_store, number)
+        _, (waiting, [seconds], total) = cpu_dist_workers.run(job, port, host.pid)
+        host.kill()
+    assert waiting.raised == "RuntimeError"
+    assert "all_reduce('alone') broke on rank 1 of 2" in waiting.text
+    assert "elsewhere" not in waiting.text
+    assert seconds < 5
+    assert total < 20

@@ -338,15 +338,34 @@ def test_load_pretrained_puts_the_model_on_the_device(checkpoint: Callable[..., 
     assert all(tensor.is_meta for tensor in model.state_dict().values())
 
 
-def test_load_pretrained_gives_the_text_model_of_a_vlm(tmp_path: Path) -> None:
+def _qwen3_5() -> Any:
+    """Return a VLM of which transformers' causal LM is the text part."""
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
     config = transformers.Qwen3_5Config(
         text_config={**SIZES, "layer_types": ["full_attention"] * 3},
         vision_config={**vision, "out_hidden_size": 32},
     )
-    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def _gemma3() -> Any:
+    """Return a VLM that is a causal LM as a whole."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Gemma3Config(
+        text_config=SIZES,
+        vision_config={**vision, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("build", [_qwen3_5, _gemma3])
+def test_load_pretrained_gives_what_is_causal_of_a_vlm(
+    tmp_path: Path, build: Callable[[], Any]
+) -> None:
+    build().save_pretrained(tmp_path)
     model, whole = load_pretrained(tmp_path, DistributionPlan(), "cpu"), _whole_model(tmp_path)
-    assert type(model) is type(whole) is transformers.Qwen3_5ForCausalLM
+    assert type(model) is type(whole)
     assert type(model.config) is type(whole.config)
     _assert_same_parameters(model, whole, None)
 
