@@ -6,9 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from _test_utils.torch.distributed.utils import cpu_dist_workers, launch_environment
+from _test_utils.torch.distributed.utils import (
+    DistributedWorkerPool,
+    cpu_dist_workers,
+    launch_environment,
+)
 
-__all__ = ["cpu_dist_workers", "fail_on_distributed_leaks", "launch_port"]
+__all__ = ["cpu_dist_workers", "fail_on_distributed_leaks", "four_ranks", "launch_port"]
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[DistributedWorkerPool]:
+    """Run jobs on four gloo ranks; tests that do are of the xdist group "four_ranks"."""
+    pool = DistributedWorkerPool(4, backend="gloo")
+    yield pool
+    pool.shutdown()
 
 
 @pytest.fixture(autouse=True)

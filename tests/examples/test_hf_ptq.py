@@ -588,43 +588,56 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _moe_job(tmp_path_factory: pytest.TempPathFactory, ranks: int, *options: str) -> Job:
+    # One sample at a time, so that no sum depends on the batch that it is in.
+    options = ("--num-samples=8", "--batch-size=1", *options)
+    job = run_script(tmp_path_factory.mktemp("moe_job"), *options, ranks=ranks)
+    assert job.status == 0, job.stderr
+    return job
+
+
 @pytest.fixture(scope="module")
-def moe_jobs(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """The job on the MoE: as one process, and on two ranks that share the experts out."""
-    jobs = {}
-    for name, ranks, options in (
-        ("one", 1, ["--ep-size=1"]),
-        ("two", 2, ["--ep-size=2"]),
-        ("sharded", 2, ["--ep-size=2", "--dense=fsdp"]),
-    ):
-        folder = tmp_path_factory.mktemp(name)
-        # One sample at a time, so that no sum depends on the batch that it is in.
-        options += [f"--model={moe_folder}", "--num-samples=8", "--batch-size=1"]
-        jobs[name] = run_script(folder, *options, ranks=ranks)
-        assert jobs[name].status == 0, jobs[name].stderr
-    return jobs
+def moe_one(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The job on the MoE as one process."""
+    return _moe_job(tmp_path_factory, 1, f"--model={moe_folder}", "--ep-size=1")
 
 
-def test_experts_are_quantized_alike_on_any_ranks(moe_jobs: dict[str, Job]) -> None:
-    expected = state_of(moe_jobs["one"])
-    for name in "two", "sharded":
-        state = state_of(moe_jobs[name])
-        assert state.keys() == expected.keys()
-        for key, tensor in state.items():
-            assert tensor.dtype == expected[key].dtype
-            assert torch.equal(tensor.float(), expected[key].float()), key
-        for row in "perplexity", "size", "layers quantized", "layers unseen":
-            assert moe_jobs[name].table[row] == moe_jobs["one"].table[row], row
-    assert moe_jobs["two"].table["ranks"] == "2 on cpu, replicate, ep_size 2"
-    assert moe_jobs["sharded"].table["ranks"] == "2 on cpu, fsdp, ep_size 2"
-    assert moe_jobs["one"].table["layers quantized"] == "8 and 16 experts"
+@pytest.fixture(scope="module")
+def moe_two(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The job on the MoE on two ranks that share the experts out."""
+    return _moe_job(tmp_path_factory, 2, f"--model={moe_folder}", "--ep-size=2")
 
 
-def test_moe_checkpoint_holds_each_expert_with_its_scales(
-    moe_folder: Path, moe_jobs: dict[str, Job]
+@pytest.fixture(scope="module")
+def moe_sharded(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Likewise, with all the rest sharded."""
+    options = f"--model={moe_folder}", "--ep-size=2", "--dense=fsdp"
+    return _moe_job(tmp_path_factory, 2, *options)
+
+
+ON_TWO_RANKS = ["moe_two", pytest.param("moe_sharded", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_experts_are_quantized_alike_on_any_ranks(
+    request: pytest.FixtureRequest, moe_one: Job, name: str
 ) -> None:
-    source, state = load_file(moe_folder / "model.safetensors"), state_of(moe_jobs["two"])
-    config = json.loads((moe_jobs["two"].export / "config.json").read_text())
+    job: Job = request.getfixturevalue(name)
+    state, expected = state_of(job), state_of(moe_one)
+    assert state.keys() == expected.keys()
+    for key, tensor in state.items():
+        assert tensor.dtype == expected[key].dtype
+        assert torch.equal(tensor.float(), expected[key].float()), key
+    for row in "perplexity", "size", "layers quantized", "layers unseen":
+        assert job.table[row] == moe_one.table[row], row
+    dense = "fsdp" if name == "moe_sharded" else "replicate"
+    assert job.table["ranks"] == f"2 on cpu, {dense}, ep_size 2"
+    assert job.table["layers quantized"] == "8 and 16 experts"
+
+
+def test_moe_checkpoint_holds_each_expert_with_its_scales(moe_folder: Path, moe_two: Job) -> None:
+    source, state = load_file(moe_folder / "model.safetensors"), state_of(moe_two)
+    config = json.loads((moe_two.export / "config.json").read_text())
     routers = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
     assert config["quantization_config"] == {
         "quant_method": "fp8",
@@ -653,10 +666,10 @@ def test_moe_checkpoint_holds_each_expert_with_its_scales(
 
 
 def test_scales_of_experts_come_from_the_tokens_that_reach_them(
-    moe_folder: Path, moe_jobs: dict[str, Job]
+    moe_folder: Path, moe_two: Job
 ) -> None:
     auto: Any = transformers.AutoModelForCausalLM
-    model, state = auto.from_pretrained(moe_folder), state_of(moe_jobs["two"])
+    model, state = auto.from_pretrained(moe_folder), state_of(moe_two)
     model.set_experts_implementation("eager")
     amax: dict[str, float] = {}
 
@@ -692,20 +705,19 @@ def test_scales_of_experts_come_from_the_tokens_that_reach_them(
         assert state[f"{path}.5.{projection}.activation_scale"] == max(seen)
 
 
-def test_expert_that_no_token_reached_is_named_once(moe_jobs: dict[str, Job]) -> None:
+def test_expert_that_no_token_reached_is_named_once(moe_one: Job, moe_two: Job) -> None:
     name = "model.layers.1.mlp.experts[5]"
-    for job in moe_jobs.values():
+    for job in moe_one, moe_two:
         assert job.table["layers unseen"] == name
         assert job.stderr.count(f"hf_ptq.py: warning: no token reached {name}; its inputs") == 1
 
 
-@pytest.mark.parametrize("name", ["one", "two"])
 def test_moe_checkpoint_loads_whole_and_computes_as_the_job_did(
-    moe_folder: Path, moe_jobs: dict[str, Job], name: str
+    moe_folder: Path, moe_two: Job
 ) -> None:
     pytest.importorskip("accelerate")
     auto: Any = transformers.AutoModelForCausalLM
-    model, info = auto.from_pretrained(moe_jobs[name].export, output_loading_info=True)
+    model, info = auto.from_pretrained(moe_two.export, output_loading_info=True)
     assert not any(info.values()), info
     held_out = hf_ptq.read_samples(
         hf_ptq.parse_args([*OPTIONS, "--num-samples=8"]), moe_folder, world_size=1
@@ -714,11 +726,12 @@ def test_moe_checkpoint_loads_whole_and_computes_as_the_job_did(
         logits = model(input_ids=held_out).logits[:, :-1].float()
     loss = functional.cross_entropy(logits.flatten(0, 1), held_out[:, 1:].flatten())
     # transformers computes on a CPU with the rounded weights, and does not round inputs.
-    before, after = numbers_in(moe_jobs[name].table["perplexity"])
+    before, after = numbers_in(moe_two.table["perplexity"])
     assert loss.exp().item() == pytest.approx(after, rel=0.01)
     assert before != after
 
 
+@pytest.mark.slow
 def test_moe_in_the_format_of_vllm_has_an_input_scale_for_each_expert(
     moe_folder: Path, tmp_path: Path
 ) -> None:
@@ -753,17 +766,14 @@ def _whole_state_of(folder: Path, ep_size: int, dense: str, rank: int, size: int
 
 
 @pytest.mark.parametrize("dense", ["replicate", "fsdp"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", ["cpu_dist_workers", pytest.param("four_ranks", marks=pytest.mark.slow)]
+)
 def test_whole_state_holds_all_experts_in_their_order(
-    cpu_dist_workers: DistributedWorkerPool, moe_folder: Path, ranks: int, dense: str
+    request: pytest.FixtureRequest, moe_folder: Path, ranks: str, dense: str
 ) -> None:
-    pool = cpu_dist_workers if ranks == 2 else DistributedWorkerPool(ranks, backend="gloo")
-    try:
-        job = functools.partial(_whole_state_of, moe_folder, 2, dense)
-        state = pool.run(job)[0]
-    finally:
-        if ranks != 2:
-            pool.shutdown()
+    pool: DistributedWorkerPool = request.getfixturevalue(ranks)
+    state = pool.run(functools.partial(_whole_state_of, moe_folder, 2, dense))[0]
     auto: Any = transformers.AutoModelForCausalLM
     expected = auto.from_pretrained(moe_folder).state_dict()
     assert state.keys() == expected.keys()
@@ -784,18 +794,21 @@ def _amax_of_experts(folder: Path, ep_size: int, rank: int, size: int) -> Any:
     return weights, hf_ptq.calibrate(model, stacks, samples, 1, state, mesh)[0]
 
 
-def test_amax_of_experts_is_the_same_on_1_2_and_4_ranks(
-    cpu_dist_workers: DistributedWorkerPool, moe_folder: Path
+@pytest.mark.parametrize(
+    ("ranks", "ep_size"),
+    [
+        ("cpu_dist_workers", 2),
+        pytest.param("four_ranks", 2, marks=pytest.mark.slow),
+        pytest.param("four_ranks", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_amax_of_experts_is_that_of_one_process(
+    request: pytest.FixtureRequest, moe_folder: Path, ranks: str, ep_size: int
 ) -> None:
-    pool = DistributedWorkerPool(4, backend="gloo")
-    try:
-        on_4 = [pool.run(functools.partial(_amax_of_experts, moe_folder, n)) for n in (2, 4)]
-    finally:
-        pool.shutdown()
-    on_2 = cpu_dist_workers.run(functools.partial(_amax_of_experts, moe_folder, 2))
+    pool: DistributedWorkerPool = request.getfixturevalue(ranks)
     expected = _amax_of_experts(moe_folder, 1, 0, 1)
     assert expected[1]["model.layers.0.mlp.experts.down_proj"].shape == (8,)
-    for found in [*on_2, *on_4[0], *on_4[1]]:
+    for found in pool.run(functools.partial(_amax_of_experts, moe_folder, ep_size)):
         for amax, expected_amax in zip(found, expected, strict=True):
             assert amax.keys() == expected_amax.keys()
             for name, values in amax.items():

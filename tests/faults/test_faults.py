@@ -160,7 +160,7 @@ def test_error_of_every_rank_is_shown_for_each(tmp_path: Path) -> None:
     ("place", "fault", "is_success", "text"),
     [
         pytest.param("body", "exit 0", True, "", marks=pytest.mark.slow),
-        ("body", "exit with ()", True, ""),
+        pytest.param("body", "exit with ()", True, "", marks=pytest.mark.slow),
         pytest.param("body", "exit", False, "exitcode  : 3", marks=pytest.mark.slow),
         pytest.param(
             "body", "exit with a text", False, "no calibration data", marks=pytest.mark.slow

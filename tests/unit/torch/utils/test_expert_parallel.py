@@ -4,7 +4,7 @@
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,13 +69,6 @@ def _mixtral() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"qwen3_moe": _qwen3_moe, "mixtral": _mixtral}
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[DistributedWorkerPool]:
-    pool = DistributedWorkerPool(4, backend="gloo")
-    yield pool
-    pool.shutdown()
 
 
 def _built(name: str, implementation: str = "grouped_mm") -> tuple[Any, Any]:
@@ -166,6 +159,7 @@ def _four_ranks(ep_size: int, rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("four_ranks")
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_four_ranks_share_experts_out_in_one_set_or_in_two(
     four_ranks: DistributedWorkerPool, ep_size: int

@@ -4,7 +4,7 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -160,13 +160,7 @@ def test_load_pretrained_keeps_the_dtypes_of_from_pretrained(
     cpu_dist_workers.run(functools.partial(_loads_by, folder, ep_size, dense, False))
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[DistributedWorkerPool]:
-    pool = DistributedWorkerPool(4, backend="gloo")
-    yield pool
-    pool.shutdown()
-
-
+@pytest.mark.xdist_group("four_ranks")
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_load_pretrained_gives_replicas_of_expert_shares(
     four_ranks: DistributedWorkerPool, checkpoint: Callable[..., Path], ep_size: int
@@ -221,10 +215,8 @@ def _reads_and_holds_its_part(
     assert peak_bytes < 1.2 * kept, f"{peak_bytes / kept:.2f} of what it keeps"
 
 
-@pytest.mark.parametrize(
-    ("ep_size", "dense"),
-    [(2, "replicate"), pytest.param(2, "fsdp", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ep_size", "dense"), [(2, "replicate"), (2, "fsdp")])
 def test_load_pretrained_reads_and_holds_little_more_than_a_rank_keeps(
     checkpoint: Callable[..., Path], tmp_path: Path, ep_size: int, dense: str
 ) -> None:
