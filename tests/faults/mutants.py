@@ -1046,6 +1046,7 @@ MUTANTS = [
         "            if False:",
     ),
     Mutant("lock-polls-as-it-likes", LOCK, "time.sleep(self.poll_time)", "time.sleep(0.25)"),
+    Mutant("threads-not-awaited", RUN, "    time.sleep(_SETTLE_SECONDS)\n", ""),
     # The loader
     *(
         Mutant(name, LOAD, line, broken, LOADER)

@@ -104,6 +104,8 @@ _POLL_SECONDS = 0.01
 # Long enough for a launcher to see which rank ended first: torchrun looks ten times a second.
 _PEER_FIRST_SECONDS = 2.0
 _OF_PEER_ATTRIBUTE = "_modelopt_is_of_peer"
+# Threads that wait for the GIL get it within microseconds, on a busy machine in milliseconds.
+_SETTLE_SECONDS = 0.05
 # What it may take to read where the peers are, once a collective broke.
 _BOARD_SECONDS = 1.0
 # A value of exactly these types pickles and loads everywhere; to look at each must stay cheap.
@@ -542,6 +544,9 @@ def _tear_down(wait: bool = True) -> None:
         with contextlib.suppress(Exception):
             barrier()
     torch.distributed.destroy_process_group()
+    # A group that a model or a mesh still refers to keeps its threads. One of gloo's that is about
+    # to free a tensor needs the GIL, and takes the process along if the interpreter ends first.
+    time.sleep(_SETTLE_SECONDS)
 
 
 def abort(exit_code: int = 1) -> NoReturn:

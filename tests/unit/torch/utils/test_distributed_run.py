@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
@@ -615,3 +616,29 @@ def test_abort_reraises_an_exit(tmp_path: Path) -> None:
     assert "at exit" in done.stdout
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "error").exists()
+
+
+def test_run_is_over_when_threads_of_its_group_have_had_their_turn() -> None:
+    destroyed, turns = threading.Event(), list[str]()
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_and_tell() -> None:
+        destroy()
+        destroyed.set()
+
+    def take_a_turn() -> None:
+        destroyed.wait()
+        turns.append("freed")
+
+    thread = threading.Thread(target=take_a_turn)
+    interval = sys.getswitchinterval()
+    with mock.patch.object(torch.distributed, "destroy_process_group", destroy_and_tell):
+        with on_cpu():
+            _one_rank_group()
+            thread.start()
+            # Nobody is made to give the GIL up any more.
+            sys.setswitchinterval(60)
+        seen = list(turns)
+    sys.setswitchinterval(interval)
+    thread.join()
+    assert seen == ["freed"]
