@@ -1092,7 +1092,7 @@ MUTANTS = [
                 "if missing := []:",
             ),
             ("nameless", "    model.name_or_path = model.config.name_or_path = str(folder)\n", ""),
-            ("no-generation-config", "        model.generation_config =", "        _ ="),
+            ("no-generation-config", "        model.generation_config = generation\n", ""),
             ("of-a-class-of-its-own", "        self.__class__ = kind\n", ""),
             ("dense-whole", "            fsdp2_wrap(self)\n", "            pass\n"),
             (

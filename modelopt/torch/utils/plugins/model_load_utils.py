@@ -114,7 +114,8 @@ def _check_plan(folder: Path, plan: DistributionPlan, settings: dict[str, Any]) 
         )
     _files(folder)
     trust = {"trust_remote_code": settings.get("trust_remote_code")}
-    config: Any = transformers.AutoConfig.from_pretrained(folder, **trust)
+    # A folder that is there: nothing is fetched from the hub.
+    config: Any = transformers.AutoConfig.from_pretrained(folder, **trust)  # nosec B615
     auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config, **trust)
@@ -153,7 +154,8 @@ def _read(planned: Any, config: Any, folder: Path, settings: dict[str, Any]) -> 
         )
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        generation = transformers.GenerationConfig.from_pretrained(folder)  # nosec B615
+        model.generation_config = generation
     return model
 
 
