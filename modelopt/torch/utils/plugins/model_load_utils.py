@@ -61,6 +61,7 @@ def load_pretrained(
     is replicated, its shards of one that FSDP2 shards (as `fsdp2_wrap`), its experts of an
     expert-parallel one (as `shard_experts`). What is read passes through CPU memory to `device`.
     What fails on one rank fails on all; a plan that the model cannot follow, before any reading.
+    Ranks wait for the slowest one, at most for the group's timeout.
 
     Args:
         path: A checkpoint folder with safetensors files, which every rank can read.
@@ -76,8 +77,8 @@ def load_pretrained(
 
     Raises:
         OSError: A file is not there or cannot be read.
-        ValueError: The plan is for another number of ranks than are live, ranks have different
-            plans, or `ep_size` does not divide a number of experts.
+        ValueError: The plan is for another number of ranks than are live, or another `ep_mesh`;
+            ranks have different plans; `ep_size` does not divide a number of experts.
         RuntimeError: An expert-parallel plan for a model without routed experts of the known kind;
             an FSDP2 plan without a process group, or for a model without decoder layers; tensors
             that the checkpoint lacks; what failed on another rank.
@@ -86,6 +87,8 @@ def load_pretrained(
     checked: list[tuple[Any, Any]] = []
 
     def check() -> DistributionPlan:
+        if ep_mesh is not None and ep_mesh.size() != plan.ep_size:
+            raise ValueError(f"ep_mesh must have ep_size ({plan.ep_size}) ranks; got {ep_mesh}")
         checked.append(_check_plan(folder, plan, settings))
         return plan
 

@@ -294,6 +294,23 @@ def test_load_pretrained_refuses_a_plan_on_every_rank_before_it_reads(
         assert re.search(text, outcome.text)
 
 
+def _loads_with_a_mesh_of_others(folder: Path, rank: int, size: int) -> Outcome:
+    ep_mesh = expert_parallel_mesh(DistributionPlan(size, ep_size=2), "cpu")["ep"]
+    plan = DistributionPlan(size)
+    return bounded_outcome(
+        rank, size, lambda *_: load_pretrained(folder, plan, "cpu", ep_mesh=ep_mesh)
+    )
+
+
+def test_load_pretrained_refuses_a_mesh_of_another_plan(
+    cpu_dist_workers: DistributedWorkerPool, checkpoint: Callable[..., Path]
+) -> None:
+    job = functools.partial(_loads_with_a_mesh_of_others, checkpoint("qwen3_moe"))
+    for outcome in cpu_dist_workers.run(job):
+        assert outcome.raised == "ValueError"
+        assert "ep_mesh must have ep_size (1) ranks; got DeviceMesh" in outcome.text
+
+
 def _fails_on_rank_1(folder: Path, broken: str, rank: int, size: int) -> Outcome:
     def fail(*_args: Any) -> NoReturn:
         raise OSError("disk error")
