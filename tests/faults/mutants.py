@@ -1060,6 +1060,7 @@ MUTANTS = [
             ),
             ("read-alone", 'all_reduce("load_pretrained: weights", read, len)', "read()"),
             ("callers-mesh-ignored", "expert_parallel and ep_mesh is None:", "expert_parallel:"),
+            ("mesh-of-another-plan", "if ep_mesh is not None and", "if False and"),
             (
                 "experts-stay-marked",
                 "            _keep_local_experts(model)\n",
