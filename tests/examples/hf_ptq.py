@@ -64,8 +64,10 @@ from modelopt.torch.utils.distributed import (
     broadcast_from,
     distributed_forward_loop,
     distributed_run,
+    distribution_plan,
     gather_state_dicts,
     is_fsdp2_model,
+    rank,
     shard_dataloader,
 )
 from modelopt.torch.utils.plugins.expert_parallel import (
@@ -108,11 +110,7 @@ def run(args: argparse.Namespace, state: DistributedState) -> None:
     calibration, held_out = broadcast_from(
         "samples", lambda: read_samples(args, source, state.world_size)
     )
-    plan = DistributionPlan(state.world_size, args.ep_size, args.dense)
-    ep_mesh = expert_parallel_mesh(plan, args.device)["ep"] if plan.is_expert_parallel else None
-    with checkpoint_of(source, args.is_moe) as folder:
-        model = load_pretrained(folder, plan, state.device, ep_mesh=ep_mesh)
-    loop_experts(model)
+    model, ep_mesh = load(args, source, state)
     stacks = stacks_to_quantize(model)
     broadcast_from("model", lambda: check_model(model, stacks, args.sample_length))
     weight_amax = largest("weights", weights_amax(stacks))
@@ -123,15 +121,14 @@ def run(args: argparse.Namespace, state: DistributedState) -> None:
     bytes_before = size_in_bytes(model, stacks)
     before = perplexity(model, held_out, batch_size, state, "Perplexity before")
     amax, seconds = calibrate(model, stacks, calibration, batch_size, state, ep_mesh)
-    unseen = fill_unseen(stacks, amax)
-    for name_of_expert in unseen if state.is_main else ():
-        if "[" in name_of_expert:
-            warn(f"no token reached {name_of_expert}; its inputs get its layer's largest scale")
+    unseen, unseen_experts = fill_unseen(stacks, amax)
+    for expert in unseen_experts if state.is_main else ():
+        warn(f"no token reached {expert}; its inputs get its layer's largest scale")
     scales = quantize(stacks, weight_amax, amax)
     bytes_after = size_in_bytes(model, stacks, scales)
     after = perplexity(model, held_out, batch_size, state, "Perplexity after")
     if export:
-        tensors = whole_state(model, plan, state.rank)
+        tensors = whole_state(model)
         broadcast_from(
             "export",
             lambda: write_checkpoint(model, tensors, stacks, scales, source, export, args.format),
@@ -141,16 +138,28 @@ def run(args: argparse.Namespace, state: DistributedState) -> None:
     rows = {
         "model": f"{name.removeprefix('a ')}, {model.dtype}",
         "ranks": f"{state.world_size} on {args.device}, {args.dense}"
-        + (f", ep_size {plan.ep_size}" if plan.is_expert_parallel else ""),
+        + (f", ep_size {args.ep_size}" if ep_mesh else ""),
         "calibration": f"{len(calibration)} samples of {args.sample_length} tokens",
         "tokens per second": f"{calibration.numel() / seconds:,.0f}",
         "layers quantized": f"{len(linear)}" + (f" and {experts} experts" if experts else ""),
-        "layers unseen": ", ".join(unseen) or "none",
+        "layers unseen": ", ".join(unseen + unseen_experts) or "none",
         "size": f"{bytes_before / 1e6:.2f} MB -> {bytes_after / 1e6:.2f} MB",
         "perplexity": f"{before:.4f} -> {after:.4f} on {len(held_out)} held-out samples",
         "checkpoint": f"{export or 'not written, for want of --export'}",
     }
     say(state, "\n".join(f"{name:<18} {value}" for name, value in rows.items()))
+
+
+def load(
+    args: argparse.Namespace, source: Path | None, state: DistributedState
+) -> tuple[Model, DeviceMesh | None]:
+    """Return the model as the arguments place it, and the mesh that shares its experts out."""
+    plan = DistributionPlan(state.world_size, args.ep_size, args.dense)
+    ep_mesh = expert_parallel_mesh(plan, args.device)["ep"] if plan.is_expert_parallel else None
+    with checkpoint_of(source, args.is_moe) as folder:
+        model = load_pretrained(folder, plan, state.device, ep_mesh=ep_mesh)
+    loop_experts(model)
+    return model, ep_mesh
 
 
 def say(state: DistributedState, message: str) -> None:
@@ -431,14 +440,19 @@ def stacks_to_quantize(model: Model) -> dict[str, Stack]:
         if type(module) is nn.Linear and module is not head:
             stacks[f"{name}.weight"] = Stack(module, "weight")
         if isinstance(module, LoopedExperts):
-            state = getattr(module, "_parallel_state", None)
-            ranks = state.expert_model_parallel_group.world_size() if state else 1
-            rank = state.expert_model_parallel_group.rank() if state else 0
-            held = module.num_experts
+            first, total = place_of(module)
             for attribute in "gate_up_proj", "down_proj":
-                stack = Stack(module, attribute, rank * held, ranks * held)
-                stacks[f"{name}.{attribute}"] = stack
+                stacks[f"{name}.{attribute}"] = Stack(module, attribute, first, total)
     return stacks
+
+
+def place_of(experts: Any) -> tuple[int, int]:
+    """Return the index of this rank's first expert, and the number of all ranks' experts."""
+    held, state = experts.num_experts, getattr(experts, "_parallel_state", None)
+    if state is None:
+        return 0, held
+    group = state.expert_model_parallel_group
+    return group.rank() * held, group.world_size() * held
 
 
 def check_model(model: Model, stacks: dict[str, Stack], sample_length: int) -> None:
@@ -448,6 +462,13 @@ def check_model(model: Model, stacks: dict[str, Stack], sample_length: int) -> N
         refuse(f"--sample-length ({sample_length}) is above the model's {positions} positions")
     if not stacks:
         refuse(f"{type(model).__name__} has no linear layers to quantize")
+    of_experts = {name: torch.zeros(s.total) for name, s in stacks.items() if s.is_of_experts}
+    if of_experts.keys() & for_each_expert(model, of_experts).keys():
+        # The source stacks its experts, so that nothing was converted which a save could revert.
+        # Without a record of that a save converts as transformers does for the kind of model.
+        model._weight_conversions = None
+    if of_experts.keys() & for_each_expert(model, of_experts).keys():
+        refuse(f"{type(model).__name__}: transformers has no checkpoint with a key for each expert")
 
 
 def weights_amax(stacks: dict[str, Stack]) -> dict[str, Tensor]:
@@ -469,16 +490,18 @@ def no_amax(stacks: dict[str, Stack]) -> dict[str, Tensor]:
 
 def largest(label: str, amax: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the largest amax of all ranks, on the CPU; refuse infinity and NaN."""
-    ranks = all_reduce(label, lambda: finite(amax), list)
-    return {name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in amax}
+    own = {name: values.cpu() for name, values in amax.items()}
+    ranks = all_reduce(label, lambda: own, list)
+    joined = {name: torch.stack([values[name] for values in ranks]).amax(0) for name in own}
+    broadcast_from(label, lambda: check_finite(joined))
+    return joined
 
 
-def finite(amax: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the amax on the CPU; refuse infinity and NaN."""
+def check_finite(amax: dict[str, Tensor]) -> None:
+    """Refuse infinity and NaN."""
     for name, values in amax.items():
         if not values.isfinite().all():
             refuse(f"{name} has weights or inputs that are not finite")
-    return {name: values.cpu() for name, values in amax.items()}
 
 
 def fitting_batch_size(model: Model, args: argparse.Namespace) -> int:
@@ -584,15 +607,22 @@ def watched_inputs(stacks: dict[str, Stack]) -> Iterator[dict[str, Tensor]]:
             vars(stack.module).get("watchers", {}).clear()
 
 
-def fill_unseen(stacks: dict[str, Stack], amax: dict[str, Tensor]) -> list[str]:
-    """Give experts that saw nothing the largest amax of their layer's; return what saw nothing."""
-    unseen: dict[str, None] = {}
+def fill_unseen(stacks: dict[str, Stack], amax: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Give experts that saw nothing their layer's largest amax; return layers and experts that did.
+
+    A layer that saw nothing keeps its amax of 0.
+    """
+    layers, experts = list[str](), dict[str, None]()
     for name, stack in stacks.items():
         module_name = name.rpartition(".")[0]
-        for index in (amax[name] == 0).nonzero().flatten().tolist():
-            unseen[f"{module_name}[{index}]" if stack.is_of_experts else module_name] = None
-        amax[name][amax[name] == 0] = amax[name].max()
-    return list(unseen)
+        unseen = amax[name] == 0
+        if stack.is_of_experts:
+            indices = unseen.nonzero().flatten().tolist()
+            experts |= dict.fromkeys(f"{module_name}[{index}]" for index in indices)
+            amax[name][unseen] = amax[name].max()
+        elif unseen:
+            layers.append(module_name)
+    return layers, list(experts)
 
 
 # ------------------------------------------------------------------------------------- experts
@@ -648,8 +678,7 @@ def becomes_looped(module: Any) -> bool:
     parameters = {name: whole(stack) for name, stack in module.named_parameters()}
     if parameters.keys() != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
         return False
-    state = getattr(module, "_parallel_state", None)
-    total = module.num_experts * (state.expert_model_parallel_group.world_size() if state else 1)
+    _, total = place_of(module)
     width, like = parameters["down_proj"].shape[1], parameters["down_proj"]
     rows = torch.randn(total, width, generator=torch.Generator().manual_seed(0)).to(like)
     index = torch.arange(total, device=like.device)[:, None]
@@ -730,7 +759,7 @@ def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
     return (values / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def whole_state(model: Model, plan: DistributionPlan, rank: int) -> dict[str, Tensor]:
+def whole_state(model: Model) -> dict[str, Tensor]:
     """Return the model's tensors, whole on rank 0, tied ones once; every rank must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     is_sharded = is_fsdp2_model(model)
@@ -738,7 +767,8 @@ def whole_state(model: Model, plan: DistributionPlan, rank: int) -> dict[str, Te
         get_model_state_dict(model, options=options) if is_sharded else model.state_dict()
     )
     # Each rank's state has its own experts under the names of all.
-    if plan.is_expert_parallel and rank < plan.ep_size:
+    plan = distribution_plan(model)
+    if plan.is_expert_parallel and rank() < plan.ep_size:
         tensors = {**tensors, **gathered_experts(model)}
     once = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once.keys()
@@ -794,20 +824,24 @@ def named_scales(
     """Return the scales under the names that the format gives them."""
     named = {}
     for operand, suffix in enumerate(FORMATS[kind]):
-        # Stood in for by its scale, each expert's weight gets the name that it has in a file.
-        of_experts = {
-            name: scales[name][operand][:, None, None].expand(-1, 2, 1).clone()
-            for name, stack in stacks.items()
-            if stack.is_of_experts
-        }
-        of_layers = {n: pair[operand] for n, pair in scales.items() if n not in of_experts}
-        for name, scale in (of_layers | revert_weight_conversion(model, of_experts)).items():
-            # A scalar to the one format, a tensor of one to the other.
-            value = scale.flatten()[:1].clone()
+        values = {name: pair[operand] for name, pair in scales.items()}
+        of_experts = {name: v for name, v in values.items() if stacks[name].is_of_experts}
+        of_layers = {name: v for name, v in values.items() if name not in of_experts}
+        for name, value in (of_layers | for_each_expert(model, of_experts)).items():
             named[f"{name.removesuffix('.weight')}.{suffix}"] = (
+                # A scalar to the one format, a tensor of one to the other.
                 value.float().squeeze() if kind == "fp8" else value
             )
     return named
+
+
+def for_each_expert(model: Model, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return values of stacks, (total,) each, as (1,) under the names of each expert's weights."""
+    # Stood in for by its value, a weight gets the name that it has in a file; where the file has
+    # the halves of a stack, each of its two rows does.
+    stands_in = {name: value[:, None, None].expand(-1, 2, 1) for name, value in values.items()}
+    named = revert_weight_conversion(model, stands_in)
+    return {name: value.flatten()[:1].clone() for name, value in named.items()}
 
 
 def quantization_config(model: Model, stacks: dict[str, Stack], kind: str) -> dict[str, Any]:

@@ -424,7 +424,7 @@ def test_amax_that_is_not_finite_is_refused(
     capsys: pytest.CaptureFixture[str], value: float
 ) -> None:
     with pytest.raises(SystemExit):
-        hf_ptq.finite({"fine": torch.tensor(1.0), "broken": torch.tensor(value)})
+        hf_ptq.check_finite({"fine": torch.tensor(1.0), "broken": torch.tensor(value)})
     assert "broken has weights or inputs that are not finite" in capsys.readouterr().err
 
 
@@ -762,7 +762,7 @@ def test_moe_in_the_format_of_vllm_has_an_input_scale_for_each_expert(
 def _whole_state_of(folder: Path, ep_size: int, dense: str, rank: int, size: int) -> Any:
     plan = DistributionPlan(size, ep_size=ep_size, dense=dense)
     model = load_pretrained(folder, plan, "cpu")
-    return {n: t.clone() for n, t in hf_ptq.whole_state(model, plan, rank).items()}
+    return {n: t.clone() for n, t in hf_ptq.whole_state(model).items()}
 
 
 @pytest.mark.parametrize("dense", ["replicate", "fsdp"])
@@ -816,6 +816,44 @@ def test_amax_of_experts_is_that_of_one_process(
                 # input of a later layer by a step of bfloat16.
                 torch.testing.assert_close(values, expected_amax[name], rtol=1e-2, atol=0)
         assert all(torch.equal(values, expected[0][name]) for name, values in found[0].items())
+
+
+def test_moe_whose_source_stacks_its_experts_gives_the_same_checkpoint(
+    moe_folder: Path, tmp_path: Path
+) -> None:
+    auto: Any = transformers.AutoModelForCausalLM
+    stacked = tmp_path / "stacked"
+    auto.from_pretrained(moe_folder).save_pretrained(stacked, save_original_format=False)
+    assert "model.layers.0.mlp.experts.down_proj" in load_file(stacked / "model.safetensors")
+    hf_ptq.tiny_tokenizer().save_pretrained(stacked)
+    exports = []
+    for source in moe_folder, stacked:
+        exports.append(tmp_path / f"{source.name}-fp8")
+        hf_ptq.main([*OPTIONS, f"--model={source}", f"--export={exports[-1]}"])
+    state, expected = (load_file(folder / "model.safetensors") for folder in reversed(exports))
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(state[name].float(), tensor.float()), name
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"]
+)
+def test_weights_that_are_not_finite_are_refused_once(
+    cpu_dist_workers: DistributedWorkerPool, moe_folder: Path, tmp_path: Path, name: str
+) -> None:
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(moe_folder)
+    model.get_parameter(name).data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    hf_ptq.tiny_tokenizer().save_pretrained(tmp_path)
+    argv = [*OPTIONS, f"--model={tmp_path}", "--batch-size=1"]
+    complaints = []
+    for status, _, err in cpu_dist_workers.run(_output_of_main, argv, [0, 0]):
+        assert status == 2
+        complaints += [line for line in err.splitlines() if line.startswith("hf_ptq.py: ")]
+    (complaint,) = complaints
+    assert "has weights or inputs that are not finite" in complaint
 
 
 def test_experts_that_compute_otherwise_are_refused(

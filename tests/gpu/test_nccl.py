@@ -57,20 +57,15 @@ def _launch(tmp_path: Path, gpus: int, *command: str) -> subprocess.CompletedPro
     )
 
 
-@_needs(1)
-@pytest.mark.parametrize("case", ON_ONE_GPU)
-def test_one_gpu(tmp_path: Path, case: str) -> None:
-    done = _launch(tmp_path, 1, str(JOB), case)
+@pytest.mark.parametrize(
+    ("gpus", "case"),
+    [pytest.param(1, case, marks=_needs(1)) for case in ON_ONE_GPU]
+    + [pytest.param(2, case, marks=_needs(2)) for case in ON_TWO_GPUS],
+)
+def test_job_works_on_gpus(tmp_path: Path, gpus: int, case: str) -> None:
+    done = _launch(tmp_path, gpus, str(JOB), case)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("through") == 1
-
-
-@_needs(2)
-@pytest.mark.parametrize("case", ON_TWO_GPUS)
-def test_two_gpus(tmp_path: Path, case: str) -> None:
-    done = _launch(tmp_path, 2, str(JOB), case)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("through") == 2
+    assert done.stdout.count("through") == gpus
 
 
 @_needs(2)

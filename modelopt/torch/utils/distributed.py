@@ -495,7 +495,10 @@ def _new_prefix(store: Any, peers: Iterable[int], timeout: timedelta) -> str:
     prefix, deadline = f"modelopt/{uuid.uuid4()}", time.monotonic() + timeout.total_seconds()
     while peers := [peer for peer in peers if not store.check([f"{prefix}/heard by {peer}"])]:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"ranks {peers} did not come within the timeout ({timeout})")
+            raise RuntimeError(
+                f"a set-up needs every rank of the launch; ranks {peers} did not come to rank 0 "
+                f"within the timeout ({timeout}). See their own output."
+            )
         for peer in peers:
             # It may be a peer of an earlier attempt that asked: it is gone, and asks no more.
             if store.check([f"modelopt/question of {peer}"]):
@@ -508,7 +511,13 @@ def _prefix_of_rank_0(store: Any, own_rank: int) -> str:
     """Ask rank 0 for its prefix, by a key that nobody used before."""
     question = f"modelopt/{uuid.uuid4()}"
     store.set(f"modelopt/question of {own_rank}", question)
-    prefix: str = store.get(question).decode()
+    try:
+        prefix: str = store.get(question).decode()
+    except torch.distributed.DistStoreError as error:
+        raise RuntimeError(
+            f"a set-up needs every rank of the launch; rank 0 did not answer rank {own_rank} "
+            "within the timeout. See its own output."
+        ) from error
     store.set(f"{prefix}/heard by {own_rank}", "")
     return prefix
 

@@ -20,7 +20,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
-from modelopt.torch.utils.distributed import all_reduce, set_distribution_plan, size
+from modelopt.torch.utils.distributed import all_reduce, rank, set_distribution_plan, size
 from modelopt.torch.utils.fsdp2_utils import fsdp2_wrap
 from modelopt.torch.utils.plugins.expert_parallel import (
     expert_parallel_mesh,
@@ -88,7 +88,10 @@ def load_pretrained(
 
     def check() -> DistributionPlan:
         if ep_mesh is not None and ep_mesh.size() != plan.ep_size:
-            raise ValueError(f"ep_mesh must have ep_size ({plan.ep_size}) ranks; got {ep_mesh}")
+            raise ValueError(
+                f"ep_mesh must have ep_size ({plan.ep_size}) ranks; got {ep_mesh}. "
+                "Pass expert_parallel_mesh(plan, ...)['ep'], or None."
+            )
         checked.append(_check_plan(folder, plan, settings))
         return plan
 
@@ -113,7 +116,8 @@ def _check_plan(folder: Path, plan: DistributionPlan, settings: dict[str, Any]) 
     """Return the model's class and config; raise where model or run cannot follow the plan."""
     if plan.world_size != size():
         raise ValueError(
-            f"world_size ({plan.world_size}) must be the number of live ranks ({size()})"
+            f"world_size ({plan.world_size}) must be the number of live ranks ({size()}): plan for "
+            "those, or launch as many"
         )
     _files(folder)
     trust = {"trust_remote_code": settings.get("trust_remote_code")}
@@ -153,7 +157,7 @@ def _read(planned: Any, config: Any, folder: Path, settings: dict[str, Any]) -> 
     if missing := sorted(info["missing_keys"]):
         raise RuntimeError(
             f"load_pretrained needs a whole checkpoint; {folder} lacks {len(missing)} tensors, "
-            f"{missing[0]} for one"
+            f"{missing[0]} for one, on rank {rank()}. Write it again with save_pretrained()."
         )
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
@@ -243,14 +247,14 @@ def _freed_memory_returned() -> Iterator[None]:
 
     Experts are read one by one and stacked; glibc would keep the pieces, half the model's size.
     """
-    trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", lambda _bytes_to_keep: None)
     is_over = threading.Event()
 
     def keep_trimming() -> None:
         while not is_over.wait(_TRIM_SECONDS):
             trim(0)
 
-    thread = threading.Thread(target=keep_trimming if trim else is_over.wait, daemon=True)
+    thread = threading.Thread(target=keep_trimming, daemon=True)
     thread.start()
     try:
         yield
