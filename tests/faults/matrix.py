@@ -128,6 +128,7 @@ def _cases() -> Iterator[Case]:
     for place, fault in (("body", "raise"), ("all_reduce", "raise"), ("body", "SIGKILL")):
         yield Case(place, fault, launcher="bare")
     yield Case("all_reduce", "SIGKILL", faulty=0, launcher="bare")
+    yield Case("end_of_run", "SIGKILL", launcher="bare")
     yield Case("combine", "memory", faulty=3, ranks=4, launcher="bare")
     yield Case("body", "raise", launcher="bare", group="caller")
     for place, fault in (("set_up", "raise"), ("body", "away"), ("body", "stop"), ("body", "exit")):
