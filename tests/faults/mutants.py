@@ -179,8 +179,14 @@ MUTANTS = [
     Mutant(
         "waits-for-peers-forever",
         RUN,
-        '        if time.monotonic() > deadline:\n            raise RuntimeError(f"ranks',
-        '        if False:\n            raise RuntimeError(f"ranks',
+        "        if time.monotonic() > deadline:\n            raise RuntimeError",
+        "        if False:\n            raise RuntimeError",
+    ),
+    Mutant(
+        "no-answer-of-rank-0-bare",
+        RUN,
+        "    except torch.distributed.DistStoreError as error:",
+        "    except ZeroDivisionError as error:",
     ),
     Mutant("rendezvous-required", RUN, "        return {}  #", "        pass  #"),
     Mutant(
@@ -790,13 +796,13 @@ MUTANTS = [
             ),
             (
                 "num-experts-left-whole",
-                "module.num_experts, module._parallel_state = len(share), state",
-                "module._parallel_state = state",
+                "module.num_experts, module._parallel_state, module._rows_seen = len(share), state",
+                "module._parallel_state, module._rows_seen = state",
             ),
             (
                 "no-parallel-state",
-                "module.num_experts, module._parallel_state = len(share), state",
-                "module.num_experts = len(share)",
+                "module.num_experts, module._parallel_state, module._rows_seen = len(share), state",
+                "module.num_experts, module._rows_seen = len(share)",
             ),
             (
                 "dispatches-twice",
@@ -1125,10 +1131,7 @@ def _noticed_by(mutant: Mutant) -> list[str]:
             else:
                 shutil.copy(source, target)
         module = Path(folder, MODULES, mutant.module)
-        text = module.read_text()
-        if text.count(mutant.line) != 1:
-            raise SystemExit(f"{mutant.name}: {text.count(mutant.line)} places match, not one")
-        module.write_text(text.replace(mutant.line, mutant.broken))
+        module.write_text(module.read_text().replace(mutant.line, mutant.broken))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "", "-p", "no:cacheprovider"]
         environment = {**os.environ, "PYTHONPATH": folder, "TMPDIR": folder}
         try:
@@ -1152,6 +1155,10 @@ def _noticed_by(mutant: Mutant) -> list[str]:
 def main() -> int:
     """Try the mutants that are named, or all."""
     chosen = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
+    for mutant in chosen:
+        places = (ROOT / MODULES / mutant.module).read_text().count(mutant.line)
+        if places != 1:
+            raise SystemExit(f"{mutant.name}: {places} places match, not one")
     start, survivors = time.monotonic(), []
     with ThreadPoolExecutor(max_workers=2) as pool:
         for mutant, noticed in zip(chosen, pool.map(_noticed_by, chosen), strict=True):
