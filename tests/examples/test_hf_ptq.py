@@ -36,6 +36,7 @@ pytestmark = pytest.mark.xdist_group("hf_ptq")
 DEADLINE_SECONDS = 60
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+EXPERTS: dict[str, Any] = {**hf_ptq.TINY, "intermediate_size": 32, "num_local_experts": 4}
 # Odd numbers: two ranks cannot share them evenly, so one calibrates on a sample twice.
 OPTIONS = ["--device=cpu", "--num-samples=7", "--sample-length=48", "--batch-size=2"]
 
@@ -731,6 +732,44 @@ def test_moe_checkpoint_loads_whole_and_computes_as_the_job_did(
     assert before != after
 
 
+def test_experts_compute_on_rounded_weights_and_inputs(moe_folder: Path) -> None:
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(moe_folder, dtype=torch.float32)
+    hf_ptq.loop_experts(model)
+    stacks = hf_ptq.stacks_to_quantize(model)
+    with hf_ptq.watched_inputs(stacks) as amax:
+        model(input_ids=torch.arange(200)[None])
+        # No token may come to a layer.
+        model.model.layers[0].self_attn.q_proj(torch.empty(0, 64))
+    seen = {name: values.clone() for name, values in amax.items()}
+    model(input_ids=torch.arange(200, 256)[None])
+    assert all(torch.equal(values, seen[name]) for name, values in amax.items())
+
+    torch.manual_seed(0)
+    experts = model.model.layers[0].mlp.experts
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    hf_ptq.quantize(stacks, hf_ptq.weights_amax(stacks), amax)
+    rows = 3 * torch.randn(5, 64)  # some of them beyond what was seen
+    index, weights = torch.tensor([[0, 3], [3, 1], [7, 2], [2, 6], [3, 7]]), torch.rand(5, 2)
+
+    def fp8(values: Tensor, largest: Tensor) -> Tensor:
+        scale = largest / 448
+        return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    expected = torch.zeros(5, 64)
+    path = "model.layers.0.mlp.experts"
+    for row, chosen in enumerate(index.tolist()):
+        for place, expert in enumerate(chosen):
+            in_largest = amax[f"{path}.gate_up_proj"][expert]
+            both = fp8(gate_up[expert], gate_up[expert].abs().max()) @ fp8(rows[row], in_largest)
+            gate, up = both.chunk(2)
+            inner = fp8(functional.silu(gate) * up, amax[f"{path}.down_proj"][expert])
+            outer = fp8(down[expert], down[expert].abs().max()) @ inner
+            expected[row] += outer * weights[row, place]
+    output = experts(rows, index, weights)
+    torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_moe_in_the_format_of_vllm_has_an_input_scale_for_each_expert(
     moe_folder: Path, tmp_path: Path
@@ -837,7 +876,12 @@ def test_moe_whose_source_stacks_its_experts_gives_the_same_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "name", ["model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"]
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.mlp.experts.down_proj",
+    ],
 )
 def test_weights_that_are_not_finite_are_refused_once(
     cpu_dist_workers: DistributedWorkerPool, moe_folder: Path, tmp_path: Path, name: str
@@ -856,14 +900,37 @@ def test_weights_that_are_not_finite_are_refused_once(
     assert "has weights or inputs that are not finite" in complaint
 
 
-def test_experts_that_compute_otherwise_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (
+            transformers.GptOssConfig(**EXPERTS, head_dim=16),
+            "GptOssExperts: experts of another kind",
+        ),
+        # They clamp what is large.
+        (
+            transformers.DeepseekV4Config(**EXPERTS),
+            "DeepseekV4Experts: experts of another kind",
+        ),
+        # Their checkpoints stack them, in whatever transformers writes.
+        (
+            transformers.Gemma4TextConfig(
+                **EXPERTS,
+                enable_moe_block=True,
+                moe_intermediate_size=32,
+                num_experts=4,
+                top_k_experts=2,
+            ),
+            "Gemma4ForCausalLM: transformers has no checkpoint with a key for each expert",
+        ),
+    ],
+)
+def test_experts_of_another_kind_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, complaint: str
 ) -> None:
-    sizes = {**hf_ptq.TINY, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 16}
-    config = transformers.GptOssConfig(**sizes)
     auto: Any = transformers.AutoModelForCausalLM
     auto.from_config(config).save_pretrained(tmp_path)
     hf_ptq.tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
         hf_ptq.main([*OPTIONS, f"--model={tmp_path}"])
-    assert "hf_ptq.py: GptOssExperts: experts of another kind" in capsys.readouterr().err
+    assert f"hf_ptq.py: {complaint}" in capsys.readouterr().err
