@@ -179,7 +179,10 @@ class DistributedWorkerPool:
 
     def _kill(self) -> None:
         for worker in self._workers:
-            worker.kill()
+            worker.process.kill()
+        for worker in self._workers:
+            worker.wait()
+            worker.connection.close()
         self._workers = []
         self._has_group = self._has_clean_group = False
 
@@ -303,11 +306,6 @@ class _Worker:
             if text and text == before:
                 break
         return text or "(none: it took no signal)"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.wait()
-        self.connection.close()
 
     def wait(self) -> int | None:
         """Return the exit code of a worker that is about to end."""
