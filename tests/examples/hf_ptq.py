@@ -456,12 +456,17 @@ def place_of(experts: Any) -> tuple[int, int]:
 
 
 def check_model(model: Model, stacks: dict[str, Stack], sample_length: int) -> None:
-    """Refuse a model that cannot be quantized or does not take samples of this length."""
+    """Refuse a model that cannot be quantized or saved, or does not take samples of this length."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if sample_length > positions:
         refuse(f"--sample-length ({sample_length}) is above the model's {positions} positions")
     if not stacks:
         refuse(f"{type(model).__name__} has no linear layers to quantize")
+    unstack_names(model, stacks)
+
+
+def unstack_names(model: Model, stacks: dict[str, Stack]) -> None:
+    """See to it that a save gives each expert keys of its own; refuse a model that has none."""
     of_experts = {name: torch.zeros(s.total) for name, s in stacks.items() if s.is_of_experts}
     if of_experts.keys() & for_each_expert(model, of_experts).keys():
         # The source stacks its experts, so that nothing was converted which a save could revert.
@@ -669,8 +674,9 @@ def loop_experts(model: Model) -> None:
         # A dense model, or one whose experts are linear layers: no plan shards those.
         return
     kinds = [(type(module).__name__, module) for module in found.values()]
-    unfit = sorted({kind for kind, module in kinds if not becomes_looped(module)})
-    if all_reduce("experts", lambda: unfit, any):
+    own = {kind for kind, module in kinds if not becomes_looped(module)}
+    unfit = all_reduce("experts", lambda: own, lambda ranks: sorted(set().union(*ranks)))
+    if unfit:
         broadcast_from("experts", lambda: refuse(f"{', '.join(unfit)}: experts of another kind"))
 
 

@@ -934,3 +934,22 @@ def test_experts_of_another_kind_are_refused(
     with pytest.raises(SystemExit):
         hf_ptq.main([*OPTIONS, f"--model={tmp_path}"])
     assert f"hf_ptq.py: {complaint}" in capsys.readouterr().err
+
+
+def _refused_experts(rank: int, size: int) -> str:
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(hf_ptq.tiny_moe_config())
+    stderr = io.StringIO()
+    # Only rank 1's own are unfit.
+    fit = mock.patch.object(hf_ptq, "becomes_looped", return_value=rank == 0)
+    with fit, contextlib.redirect_stderr(stderr), pytest.raises(SystemExit):
+        hf_ptq.loop_experts(model)
+    return stderr.getvalue()
+
+
+def test_experts_that_one_rank_finds_unfit_are_named_by_rank_0(
+    cpu_dist_workers: DistributedWorkerPool,
+) -> None:
+    named, silent = cpu_dist_workers.run(_refused_experts)
+    assert named == "hf_ptq.py: Qwen3MoeExperts: experts of another kind\n"
+    assert silent == ""

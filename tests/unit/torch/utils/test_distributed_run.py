@@ -238,7 +238,7 @@ def _come_alone(port: int, rank: int, has_store: bool = True) -> list[str]:
     [
         (0, True, "ranks [1] did not come to rank 0 within the timeout (0:00:0"),
         (1, True, "rank 0 did not answer rank 1 within the timeout"),
-        (1, False, ""),
+        (1, False, "timed out after 1000ms while trying to connect to (localhost, 1)"),
     ],
 )
 def test_set_up_waits_for_a_peer_no_longer_than_the_timeout(
